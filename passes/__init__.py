@@ -1,0 +1,25 @@
+"""Graph passes, one a file. A pass is a frozen dataclass: `pass_(graph_module) -> graph_module`.
+
+In the order in which they run:
+
+| pass | graph | what it does |
+|---|---|---|
+| partition | Dynamo's | one unshard per parameter, however often it is read |
+| residency | joint | which gathered parameters are kept for backward, which gathered again |
+| bucket | forward, backward | merges gathers and reductions, in the order of use |
+| prefetch | forward, backward | issues gathers early and awaits reductions late |
+| release | forward, backward | marks where a bucket's parameters are last used |
+| lower | forward, backward | chooses the primitive that carries each collective |
+
+`verify` runs between them.
+"""
+
+from zcompile.passes.bucket import Bucket
+from zcompile.passes.lower import Lower
+from zcompile.passes.partition import Partition
+from zcompile.passes.prefetch import Prefetch
+from zcompile.passes.release import Release
+from zcompile.passes.residency import Residency
+from zcompile.passes.verify import verify
+
+__all__ = ["Bucket", "Lower", "Partition", "Prefetch", "Release", "Residency", "verify"]

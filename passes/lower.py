@@ -1,0 +1,259 @@
+"""lower: chooses what carries each collective, and leaves only operations that an engine runs.
+
+| collective | p2p | native |
+|---|---|---|
+| gather | messages straight into the whole parameter | cat, all_gather_into_tensor, views |
+| reduce | messages of rows, then a local mean | pad, cat, reduce_scatter_tensor, mean |
+| all-reduce | one flat all_reduce_ in place | one flat functional all_reduce |
+
+With one rank collectives vanish: a gather is a cast or nothing, and so is a reduction. The
+arithmetic (casts, means, packing) becomes plain operations that Inductor fuses. This is the first
+graph that differs between ranks: a rank's own rows stand in it as a slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from zcompile import collectives
+from zcompile.dialect import (
+    ALL_REDUCE,
+    ALL_REDUCE_FINISH,
+    ALL_REDUCE_START,
+    GATHER_START,
+    ORDER,
+    REDUCE_FINISH,
+    REDUCE_START,
+    RELEASE,
+    REPLICATE,
+    WAIT,
+)
+from zcompile.layout import owned_rows
+from zcompile.passes.graph import add, calls, fake_order, inline, is_view, item_users
+
+
+@dataclass(frozen=True)
+class Lower:
+    """native: the backend's own collectives carry them; pg: the process group's name for those."""
+
+    world: int
+    rank: int
+    native: bool = False
+    pg: str = ""
+    name: ClassVar[str] = "lower"
+    after: ClassVar[tuple[str, ...]] = ("bucket", "release")
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph = gm.graph
+        for node in calls(graph, RELEASE):
+            graph.erase_node(node)
+        for node in calls(graph, REPLICATE):
+            _replace(graph, node, [node], [self._cast(graph, node, node.args[0], node.args[1])])
+        if self.world == 1:
+            self._vanish(graph)
+        elif self.native:
+            self._to_native(graph)
+        else:
+            self._to_p2p(graph)
+        graph.eliminate_dead_code()
+        gm.recompile()
+        return gm
+
+    # One rank
+
+    def _vanish(self, graph: fx.Graph) -> None:
+        for start in calls(graph, GATHER_START):
+            shards, dtype = start.args[0], start.args[2]
+            wholes = item_users(start)
+            news = [self._cast(graph, start, s, dtype) for s in shards]  # type: ignore[union-attr]
+            for wait in {u for w in wholes for u in w.users if u.target is WAIT}:
+                graph.erase_node(wait)
+            _replace(graph, start, wholes, news)
+        for finish in calls(graph, REDUCE_FINISH, ALL_REDUCE_FINISH):
+            grads, dtype = finish.args[0], finish.args[2]
+            results = item_users(finish)
+            news = [self._own(graph, finish, g, dtype) for g in grads]  # type: ignore[union-attr]
+            _replace(graph, finish, results, news)
+        for start in calls(graph, REDUCE_START, ALL_REDUCE_START):
+            for item in item_users(start):
+                graph.erase_node(item)
+            graph.erase_node(start)
+
+    @staticmethod
+    def _cast(graph: fx.Graph, before: fx.Node, source: Any, dtype: Any) -> fx.Node:
+        if source.meta["val"].dtype == dtype:
+            return source
+        with graph.inserting_before(before):
+            return inline(graph, lambda t: t.to(dtype), [source])[0]
+
+    def _own(self, graph: fx.Graph, before: fx.Node, grad: fx.Node, dtype: Any) -> fx.Node:
+        """A gradient that nothing else holds, since an optimizer or a clip will write into it."""
+        value = grad.meta["val"]
+        shared = len(grad.users) > 2 or any(is_view(grad, n) for n in grad.all_input_nodes)
+        if value.dtype == dtype and (shared or grad.op == "placeholder"):
+            with graph.inserting_before(before):
+                copy = lambda t: t.clone(memory_format=torch.contiguous_format)
+                return inline(graph, copy, [grad])[0]
+        return self._cast(graph, before, grad, dtype)
+
+    # Messages between ranks
+
+    def _to_p2p(self, graph: fx.Graph) -> None:
+        starts = calls(graph, GATHER_START, REDUCE_START, ALL_REDUCE_START)
+        if not starts:
+            return
+        with graph.inserting_before(_first_body_node(graph)):
+            order = add(graph, ORDER, (), fake_order(graph))
+        for node in calls(
+            graph, GATHER_START, WAIT, REDUCE_START, REDUCE_FINISH, ALL_REDUCE_START,
+            ALL_REDUCE_FINISH,
+        ):  # fmt: skip
+            if node.target in (GATHER_START, WAIT):
+                node.args = (*node.args, order)
+            elif node.target is REDUCE_START:
+                self._p2p_reduce_start(graph, node, order)
+            elif node.target is REDUCE_FINISH:
+                self._p2p_reduce_finish(graph, node, order)
+            elif node.target is ALL_REDUCE_START:
+                self._p2p_all_reduce_start(graph, node, order)
+            else:
+                self._all_reduce_finish(graph, node, order)
+
+    def _p2p_reduce_start(self, graph: fx.Graph, node: fx.Node, order: fx.Node) -> None:
+        grads, reduce_dtype, group, key = node.args
+        sent = []
+        with graph.inserting_before(node):
+            for grad in grads:  # type: ignore[union-attr]
+                have = grad.meta["val"].dtype  # type: ignore[union-attr]
+                sent.append(
+                    self._cast(graph, node, grad, collectives.wire_dtype(have, reduce_dtype))
+                )  # type: ignore[arg-type]
+        node.args = (sent, reduce_dtype, group, key, order)
+
+    def _p2p_reduce_finish(self, graph: fx.Graph, node: fx.Node, order: fx.Node) -> None:
+        _, received, dtype, reduce_dtype, group, key = node.args
+        sent = received[0].args[0].args[0]  # type: ignore[union-attr, index]
+        results = item_users(node)
+        news = []
+        with graph.inserting_before(node):
+            add(graph, WAIT, (received, sent, group, key, order), None)
+            for grad, parts in zip(sent, received, strict=True):  # type: ignore[arg-type]
+                rows = grad.meta["val"].shape[0]
+                first, last = owned_rows(rows, self.world, self.rank)
+
+                def mean(grad: Any, parts: Any, first: int = first, last: int = last) -> Any:
+                    own = grad[first:last]
+                    return collectives.mean_of_parts(own, parts, reduce_dtype, dtype)  # type: ignore[arg-type]
+
+                news += inline(graph, mean, [grad, parts])
+        _replace(graph, node, results, news)
+
+    def _p2p_all_reduce_start(self, graph: fx.Graph, node: fx.Node, order: fx.Node) -> None:
+        grads, reduce_dtype, group, key = node.args
+        with graph.inserting_before(node):
+            (flat,) = inline(
+                graph,
+                lambda *g: collectives.flatten(g, reduce_dtype),
+                list(grads),  # type: ignore[arg-type]
+            )
+            add(graph, ALL_REDUCE, (flat, group, key, order), None)
+        node.replace_all_uses_with(flat)
+        graph.erase_node(node)
+
+    def _all_reduce_finish(
+        self, graph: fx.Graph, node: fx.Node, order: fx.Node | None = None
+    ) -> None:
+        grads, flat, dtype, group, key = node.args
+        shapes = [tuple(g.meta["val"].shape) for g in grads]  # type: ignore[union-attr]
+        results = item_users(node)
+        with graph.inserting_before(node):
+            if order is None:
+                (flat,) = inline(graph, torch.ops._c10d_functional.wait_tensor, [flat])
+            else:
+                add(graph, WAIT, ([flat], [], group, key, order), None)
+            news = inline(
+                graph,
+                lambda f: collectives.all_reduced(f, shapes, dtype, self.world),  # type: ignore[arg-type]
+                [flat],
+            )
+        _replace(graph, node, results, news)
+
+    # The backend's own collectives
+
+    def _to_native(self, graph: fx.Graph) -> None:
+        for start in calls(graph, GATHER_START):
+            self._native_gather(graph, start)
+        for start in calls(graph, REDUCE_START):
+            self._native_reduce(graph, start)
+        for start in calls(graph, ALL_REDUCE_START):
+            grads, reduce_dtype = start.args[0], start.args[1]
+            with graph.inserting_before(start):
+                (flat,) = inline(
+                    graph,
+                    lambda *g, d=reduce_dtype: collectives.native_all_reduce(g, d, self.pg),
+                    list(grads),  # type: ignore[arg-type]
+                )
+            start.replace_all_uses_with(flat)
+            graph.erase_node(start)
+        for finish in calls(graph, ALL_REDUCE_FINISH):
+            self._all_reduce_finish(graph, finish)
+
+    def _native_gather(self, graph: fx.Graph, start: fx.Node) -> None:
+        shards, _, dtype = start.args[:3]
+        wholes = item_users(start)
+        shapes = [tuple(w.meta["val"].shape) for w in wholes]
+        (wait,) = {u for w in wholes for u in w.users if u.target is WAIT}
+        with graph.inserting_before(start):
+            (flat,) = inline(
+                graph,
+                lambda *s: collectives.native_gather(s, shapes, dtype, self.world, self.pg),  # type: ignore[arg-type]
+                list(shards),  # type: ignore[arg-type]
+            )
+        with graph.inserting_before(wait):
+            cut = lambda f: collectives.native_gathered(f, shapes, self.world)
+            news = inline(graph, cut, [flat])
+        graph.erase_node(wait)
+        _replace(graph, start, wholes, news)
+
+    def _native_reduce(self, graph: fx.Graph, start: fx.Node) -> None:
+        grads, reduce_dtype = start.args[0], start.args[1]
+        received = item_users(start)
+        (finish,) = {u for r in received for u in r.users if u.target is REDUCE_FINISH}
+        dtype, results = finish.args[2], item_users(finish)
+        shapes = [tuple(g.meta["val"].shape) for g in grads]  # type: ignore[union-attr]
+        owned = []
+        for shape in shapes:
+            first, last = owned_rows(shape[0], self.world, self.rank)
+            owned.append(last - first)
+        with graph.inserting_before(start):
+            (flat,) = inline(
+                graph,
+                lambda *g: collectives.native_reduce(g, reduce_dtype, self.world, self.pg),  # type: ignore[arg-type]
+                list(grads),  # type: ignore[arg-type]
+            )
+        with graph.inserting_before(finish):
+            cut = lambda f: collectives.native_reduced(f, shapes, owned, dtype, self.world)  # type: ignore[arg-type]
+            news = inline(graph, cut, [flat])
+        _replace(graph, finish, results, news)
+        for item in received:
+            graph.erase_node(item)
+        graph.erase_node(start)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, olds: list[fx.Node], news: list[fx.Node]) -> None:
+    """Give the users of `olds` (the items of `node`, by index) the nodes `news` instead."""
+    if olds == [node]:
+        node.replace_all_uses_with(news[0])
+    else:
+        for old in olds:
+            old.replace_all_uses_with(news[old.args[1]])  # type: ignore[index]
+            graph.erase_node(old)
+    graph.erase_node(node)
+
+
+def _first_body_node(graph: fx.Graph) -> fx.Node:
+    return next(n for n in graph.nodes if n.op != "placeholder")

@@ -1,0 +1,99 @@
+"""partition: one unshard per parameter and grad mode, however often the model reads it.
+
+Grammar of what Dynamo records for one read of a parameter:
+
+    param: placeholder
+    local = param.to_local(grad_placements=...)
+    whole = zero.unshard(local, rows, dtype, reduce_dtype, group, name)      | zero.replicate(...)
+
+A parameter that is read twice, a module that is called twice and tied weights give several such
+chains from one placeholder. They become one, so that the value is gathered once and autograd sums
+the gradients before they are reduced. Reads under no_grad stay apart from reads that need
+gradients. A graph that writes into a gathered parameter is refused: the write would be lost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from zcompile.dialect import REPLICATE, UNSHARD
+from zcompile.errors import GraphError
+
+# Higher-order operations whose body runs exactly once, in order: checkpointing and wrappers.
+RUNS_ONCE = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+
+_READS = {UNSHARD, REPLICATE, torch.ops.zero.unshard, torch.ops.zero.replicate}
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: ClassVar[str] = "partition"
+    after: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """Raises GraphError for a write into a gathered parameter, or a read in a branch."""
+        for module in gm.modules():
+            if isinstance(module, fx.GraphModule):
+                self._merge(module)
+        self._refuse_branches(gm)
+        gm.recompile()
+        return gm
+
+    def _merge(self, gm: fx.GraphModule) -> None:
+        kept: dict[tuple[Any, ...], fx.Node] = {}
+        grad_mode = True
+        for node in list(gm.graph.nodes):
+            if node.target is torch._C._set_grad_enabled:
+                grad_mode = node.args[0]
+            if not is_read(node):
+                continue
+            self._refuse_writes(node)
+            key = (_source(node), grad_mode)
+            if key not in kept:
+                kept[key] = node
+                continue
+            node.replace_all_uses_with(kept[key])
+            gm.graph.erase_node(node)
+        for node in reversed(list(gm.graph.nodes)):
+            if node.op == "call_method" and node.target == "to_local" and not node.users:
+                gm.graph.erase_node(node)
+
+    def _refuse_writes(self, node: fx.Node) -> None:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value._version > 0:
+            raise GraphError(
+                f"the compiled code writes into parameter {node.args[-1]!r} in place; the write "
+                "would go to the gathered copy and be lost. Write outside of the compiled code"
+            )
+
+    def _refuse_branches(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if not isinstance(node.target, torch._ops.HigherOrderOperator):
+                continue
+            if node.target.name() in RUNS_ONCE:
+                continue
+            for body in (a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"):
+                inner = getattr(gm, str(body.target), None)
+                if isinstance(inner, fx.GraphModule) and any(map(is_read, inner.graph.nodes)):
+                    raise GraphError(
+                        f"{node.target.name()} reads a sharded parameter inside its body, which "
+                        "ranks may run a different number of times. Read it before the branch"
+                    )
+
+
+def is_read(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _READS
+
+
+def _source(node: fx.Node) -> fx.Node:
+    local = node.args[0]
+    assert isinstance(local, fx.Node)
+    if local.op == "call_method" and local.target == "to_local":
+        source = local.args[0]
+        assert isinstance(source, fx.Node)
+        return source
+    return local

@@ -1,0 +1,122 @@
+"""verify: the rules of the dialect, as a list of checks that run between passes.
+
+Each rule is a generator of complaints about a graph. Valid IR in, valid IR out: the first complaint
+after a pass is that pass's fault, and the error names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from zcompile.dialect import (
+    ALL_REDUCE_FINISH,
+    ALL_REDUCE_START,
+    GATHER_START,
+    REDUCE_FINISH,
+    REDUCE_START,
+    RELEASE,
+    UNSHARD,
+    WAIT,
+)
+from zcompile.errors import GraphError
+from zcompile.passes.graph import aliases, calls, item_users, positions
+
+Rule = Callable[[fx.Graph], Iterator[str]]
+
+
+def verify(gm: fx.GraphModule, behind: str) -> None:
+    """Check every rule. `behind`: the name of the pass that gave this graph.
+
+    Raises:
+        GraphError: names the pass, the rule that was broken, the node and its neighbourhood.
+    """
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"pass {behind!r} left an ill-formed graph: {error}") from error
+    for rule in RULES:
+        for complaint in rule(gm.graph):
+            raise GraphError(f"pass {behind!r} broke the rule {rule.__name__!r}: {complaint}")
+
+
+def each_start_has_one_finish(graph: fx.Graph) -> Iterator[str]:
+    for start in calls(graph, GATHER_START, REDUCE_START, ALL_REDUCE_START):
+        finishes = _finishes(start)
+        if len(finishes) != 1:
+            yield f"{start.format_node()} is awaited {len(finishes)} times, must be once"
+
+
+def gathered_values_are_used_after_the_wait(graph: fx.Graph) -> Iterator[str]:
+    position = positions(graph)
+    for start in calls(graph, GATHER_START):
+        (wait,) = _finishes(start)[:1] or (None,)
+        if wait is None:
+            continue
+        for full in item_users(start):
+            for use in {u for alias in aliases(full) for u in alias.users}:
+                if use is not wait and position[use] < position[wait]:
+                    # A view made early reads nothing; its users are checked by themselves.
+                    if use in aliases(full):
+                        continue
+                    yield f"{use.format_node()} reads {full.name} before {wait.format_node()}"
+
+
+def nothing_is_used_after_its_release(graph: fx.Graph) -> Iterator[str]:
+    position = positions(graph)
+    for release in calls(graph, RELEASE):
+        for full in release.args[0]:  # type: ignore[union-attr]
+            for alias in aliases(full):  # type: ignore[arg-type]
+                for use in alias.users:
+                    if position[use] > position[release]:
+                        yield f"{use.format_node()} uses {full} after {release.format_node()}"
+
+
+def keys_are_unique(graph: fx.Graph) -> Iterator[str]:
+    seen: set[object] = set()
+    for start in calls(graph, GATHER_START, REDUCE_START, ALL_REDUCE_START):
+        key = _key(start)
+        if key in seen:
+            yield f"two collectives in flight have the key {key!r}"
+        seen.add(key)
+
+
+def gathered_shapes_are_whole(graph: fx.Graph) -> Iterator[str]:
+    for node in calls(graph, UNSHARD):
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            if value.shape[0] != node.args[1]:
+                yield f"{node.format_node()} has {value.shape[0]} rows, must have {node.args[1]}"
+            if value.dtype != node.args[2]:
+                yield f"{node.format_node()} has dtype {value.dtype}, must have {node.args[2]}"
+
+
+def one_unshard_per_source(graph: fx.Graph) -> Iterator[str]:
+    for start in calls(graph, GATHER_START):
+        shards, rows = start.args[0], start.args[1]
+        if len(shards) != len(rows):  # type: ignore[arg-type]
+            yield f"{start.format_node()} has {len(shards)} shards and {len(rows)} row counts"  # type: ignore[arg-type]
+
+
+RULES: tuple[Rule, ...] = (
+    keys_are_unique,
+    each_start_has_one_finish,
+    gathered_values_are_used_after_the_wait,
+    nothing_is_used_after_its_release,
+    gathered_shapes_are_whole,
+    one_unshard_per_source,
+)
+
+
+def _key(start: fx.Node) -> object:
+    return start.args[4] if start.target is GATHER_START else start.args[3]
+
+
+def _finishes(start: fx.Node) -> list[fx.Node]:
+    if start.target is ALL_REDUCE_START:
+        return [u for u in start.users if u.target is ALL_REDUCE_FINISH]
+    # A lowered reduction is awaited like a gather, and its mean is plain arithmetic.
+    users = {u for item in item_users(start) for u in item.users}
+    return [u for u in users if u.target in (WAIT, REDUCE_FINISH)]

@@ -1,0 +1,89 @@
+"""The private torch APIs that zcompile touches, all in one place. Checked on torch 2.13.0.
+
+| what | why there is no public way |
+|---|---|
+| compile_fx, compile_fx_inner, CustomPartitionerFn | Inductor with a pass between AOT and it |
+| aot_autograd, min_cut_rematerialization_partition | the same pipeline without Inductor |
+| _BoxedCodeGen | an interpreted graph that frees its inputs as it goes |
+| OptimizedModule | to tell a compiled wrapper from the user's own modules |
+| TracingContext, active_fake_mode | to know that a parameter is read by a tracer |
+| _resolve_process_group, _get_default_store | the group behind a name, the rendezvous store |
+| DTensorSpec, TensorMeta | a DTensor around a local shard, with no communication |
+| make_fx, select_decomp_table | tracing arithmetic into a graph as Inductor expects it |
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = [
+    "CheckpointPolicy",
+    "CustomPartitionerFn",
+    "DTensorSpec",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "OptimizedModule",
+    "TensorMeta",
+    "TracingContext",
+    "_BoxedCodeGen",
+    "_get_default_store",
+    "_resolve_process_group",
+    "aot_autograd",
+    "compile_fx",
+    "compile_fx_inner",
+    "detect_fake_mode",
+    "disable_dynamo",
+    "in_tracer",
+    "inductor_config",
+    "make_fx",
+    "min_cut_rematerialization_partition",
+    "no_torch_function",
+    "select_decomp_table",
+    "without_autograd_cache",
+]
+
+disable_dynamo = torch._dynamo.disable
+no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def in_tracer() -> bool:
+    """True while AOTAutograd or Dynamo's fake propagation runs operations on our parameters."""
+    return TracingContext.try_get() is not None
+
+
+@contextlib.contextmanager
+def without_autograd_cache() -> Iterator[None]:
+    """Trace anew in every process.
+
+    AOTAutograd's on-disk cache does not see the passes that run between it and Inductor, so two
+    stages would load each other's graph. Inductor's own cache stays on: its key is the graph that
+    our passes produced.
+    """
+    with functorch_config.patch(enable_autograd_cache=False):
+        yield
+
+
+def enclosing_fake_mode(*values: Any) -> FakeTensorMode:
+    """The fake mode of the graph that these values come from, or a new one."""
+    return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)

@@ -1,0 +1,273 @@
+"""The "zero" backend of torch.compile.
+
+    Dynamo graph -> partition -> AOTAutograd joint graph -> residency -> forward and backward
+    -> bucket -> prefetch -> release -> (plan) -> lower -> Inductor, or an interpreter
+
+On the first call of a compiled model its parameters are whole; that call shards them and runs
+through the eager dialect ops. Dynamo then sees other parameters and compiles again, for good.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from zcompile import comm
+from zcompile._torch import (
+    CustomPartitionerFn,
+    _BoxedCodeGen,
+    aot_autograd,
+    compile_fx,
+    compile_fx_inner,
+    min_cut_rematerialization_partition,
+    without_autograd_cache,
+)
+from zcompile.control import fingerprint
+from zcompile.dump import Dump
+from zcompile.errors import OptionError, ZeroError, ZeroWarning
+from zcompile.options import Options
+from zcompile.parameter import ZeroParameter, gathers_expected
+from zcompile.passes import Bucket, Lower, Partition, Prefetch, Release, Residency, verify
+from zcompile.pipeline import Pass, describe, run
+from zcompile.schedule.plan import Plan, plan_of
+from zcompile.sharding import is_sharded, owners_root, shard, warn_unowned
+
+OPTIONAL = ("prefetch",)
+
+
+def zero(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | Options | None = None,
+) -> Callable[..., Any]:
+    """What torch.compile(model, backend="zero", options=...) calls with each traced graph.
+
+    Raises:
+        OptionError: an unknown option or a value out of range.
+        ZeroError: the world or the model is not what zcompile can run.
+    """
+    chosen = Options.parse(options)
+    for name in chosen.disable:
+        if name not in OPTIONAL:
+            raise OptionError(f"pass {name!r} cannot be disabled; optional ones: {OPTIONAL}")
+    whole = [p for p in example_inputs if isinstance(p, nn.Parameter) and not is_sharded(p)]
+    if whole:
+        if owners_root(whole):
+            return FirstCall(gm, chosen)
+        warn_unowned(whole)
+    return compile_graph(gm, example_inputs, chosen)
+
+
+class FirstCall:
+    """Shards the model that a graph's whole parameters belong to, then runs the graph as it is."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+        self.gm, self.options = gm, options
+
+    def __call__(self, *args: Any) -> Any:
+        whole = [a for a in args if isinstance(a, nn.Parameter) and not is_sharded(a)]
+        places: dict[int, tuple[nn.Module, str]] = {}
+        for root in owners_root(whole):
+            for module in root.modules():
+                for name, param in module._parameters.items():
+                    places.setdefault(id(param), (module, name))
+            shard(root, self.options)
+
+        def now(value: Any) -> Any:
+            if isinstance(value, nn.Parameter) and id(value) in places:
+                module, name = places[id(value)]
+                return module._parameters[name]
+            return value
+
+        with gathers_expected():
+            return self.gm(*map(now, args))
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph whose parameters are sharded. What cannot be compiled runs as it
+    is, through the eager dialect ops, with one warning that says why."""
+    group = _group(example_inputs)
+    dump = Dump(options.dump, group) if options.dump and group is not None else None
+    build = Build(options, group, dump)
+    try:
+        gm = build.run(gm, [Partition()])
+        with without_autograd_cache():
+            if options.engine == "inductor":
+                return build.inductor(gm, example_inputs)
+            return build.interpreter(gm, example_inputs)
+    except ZeroError as error:
+        if not getattr(error, "can_run_eagerly", False):
+            raise
+        reason: Exception = error
+    except Exception as error:
+        reason = error
+    warnings.warn(
+        "this part of the model could not be compiled and runs through the eager operations: "
+        f"right, but slower. Reason: {type(reason).__name__}: {reason}",
+        ZeroWarning,
+        stacklevel=2,
+    )
+    return gm.forward
+
+
+def _group(example_inputs: Sequence[Any]) -> comm.Group | None:
+    names = {p.spec.group for p in example_inputs if type(p) is ZeroParameter}
+    if len(names) > 1:
+        raise ZeroError(f"one graph uses parameters of several meshes: {sorted(names)}")
+    return comm.find(names.pop()) if names else None
+
+
+@dataclass(frozen=True)
+class Build:
+    """The compilation of one Dynamo graph into a forward and a backward one."""
+
+    options: Options
+    group: comm.Group | None
+    dump: Dump | None
+
+    def passes(self) -> list[Pass]:
+        """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
+        assert self.group is not None
+        world, rank, native = self.group.world, self.group.rank, self.group.native
+        pg = self.group.pg.group_name if native and self.group.pg is not None else ""
+        pipeline: list[Pass] = [
+            Bucket(self.options.bucket_bytes, world, rank),
+            Prefetch(self.options.prefetch),
+            Release(),
+            Lower(world, rank, native, pg),
+        ]
+        return [each for each in pipeline if each.name not in self.options.disable]
+
+    def run(self, gm: fx.GraphModule, passes: Sequence[Pass]) -> fx.GraphModule:
+        check = verify if self.options.verify else None
+        done = ("partition", "residency")
+        return run(gm, passes, done=done, verify=check, recorder=self.dump)
+
+    def residency(self) -> Residency:
+        return Residency(keep_all=self.options.stage < 3)
+
+    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Cut a joint graph into forward and backward, as its residency tags demand."""
+        if self.dump is not None:
+            self.dump.prefix = "joint"
+        joint = self.run(joint, [self.residency()])
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    def schedule(self, gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, Plan | None]:
+        """Passes and plan of a forward, backward or inference graph."""
+        if self.group is None:
+            return gm, None
+        if self.dump is not None:
+            self.dump.prefix = direction
+        *scheduling, lower = self.passes()
+        gm = self.run(gm, scheduling)
+        name = self.dump.folder.name if self.dump else "graph"
+        plan = plan_of(gm, name, direction, self.group.world, self.group.native)
+        if self.dump is not None:
+            self.dump.plan(plan)
+            self.dump.text("pipeline.txt", f"{direction}:\n{describe(self.passes())}")
+        return self.run(gm, [lower]), plan
+
+    def guard(self, run_graph: Callable[[list[Any]], Any], plan: Plan | None) -> Callable[..., Any]:
+        return Guarded(run_graph, plan, self.group)
+
+    def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            gm, plan = self.schedule(gm, _direction(kwargs))
+            return self.guard(compile_fx_inner(gm, inputs, **kwargs), plan)
+
+        patches = {
+            # Our order is the plan; this pass would undo it.
+            "reorder_for_peak_memory": False,
+            "custom_partitioner_fn": Partitioner(self),
+            **self.options.inductor,
+        }
+        return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
+
+    def interpreter(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def compiler(direction: str) -> Callable[..., Any]:
+            def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                gm, plan = self.schedule(gm, direction)
+                gm.graph.set_codegen(_BoxedCodeGen())
+                gm.recompile()
+                return self.guard(gm.forward, plan)
+
+            return compile_
+
+        return aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=self.partition,
+            keep_inference_input_mutations=True,
+        )(gm, example_inputs)
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's extension point for cutting the joint graph."""
+
+    def __init__(self, build: Build) -> None:
+        self.build = build
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return self.build.partition(gm, joint_inputs, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        # Inductor copies its configuration; a process group cannot be copied.
+        return self
+
+    def uuid(self) -> str:
+        return f"zcompile {self.build.residency()!r}"
+
+
+class Guarded:
+    """A compiled graph that runs when every rank is about to run the same plan."""
+
+    def __init__(
+        self, run_graph: Callable[[list[Any]], Any], plan: Plan | None, group: comm.Group | None
+    ) -> None:
+        self.run_graph, self.plan = run_graph, plan
+        # On the instance: AOTAutograd wraps callables with functools.wraps, which copies that.
+        self._boxed_call = True
+        collectives = plan.collectives if plan is not None and plan.world > 1 else ()
+        self.control = group.control if group is not None and collectives else None
+        self.mark = fingerprint(plan.lines()) if plan is not None else 0
+        native = [row for row in collectives if row.primitive not in ("p2p", "none")]
+        if group is not None and not group.native:
+            native = []
+        self.native = tuple((_COUNTED[row.kind], row.sent) for row in native)
+
+    def __call__(self, args: list[Any]) -> Any:
+        if self.control is None:
+            return self.run_graph(args)
+        assert self.plan is not None
+        self.control.agree(self.mark, self.plan.lines)
+        for kind, sent in self.native:
+            comm.count(kind, sent)
+        try:
+            return self.run_graph(args)
+        except BaseException as error:
+            self.control.fail(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.run_graph, name)
+
+
+_COUNTED = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "all_reduce"}
+
+
+def _direction(kwargs: Mapping[str, Any]) -> str:
+    if kwargs.get("is_backward"):
+        return "backward"
+    return "inference" if kwargs.get("is_inference") else "forward"
+
+
+__all__ = ["zero"]

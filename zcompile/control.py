@@ -1,0 +1,216 @@
+"""Ranks agree before they communicate, and hear of each other's failures.
+
+Two mechanisms, both beside the data path:
+
+- `Control.agree` compares a 62-bit fingerprint over a CPU group of its own, whose timeout is long:
+  a rank that is still compiling makes the others wait there, not in a collective with a watchdog.
+  Where fingerprints differ, every rank gets the same error with the first difference.
+- a daemon thread watches the rendezvous store for a failure that another rank published, and cuts
+  this rank's connections, so that a blocked wait returns at once and can say whose fault it was.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcompile._torch import _get_default_store
+from zcompile.errors import ZeroError
+
+POLL_SECONDS = 0.5
+# How long a rank that lost a connection waits for the failing rank to say why.
+EXPLAIN_SECONDS = 3.0
+_CUT_TAG = 2**30
+
+_controls: weakref.WeakSet[Control] = weakref.WeakSet()
+
+
+def fingerprint(lines: Sequence[str]) -> int:
+    """A non-negative 62-bit hash of a plan's lines (so that it and its negative fit an int64)."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
+
+
+class Control:
+    """One per mesh and process. `members` are global ranks; `rank` counts within them."""
+
+    def __init__(self, name: str, members: Sequence[int], rank: int, timeout: float) -> None:
+        self.name, self.rank, self.world = name, rank, len(members)
+        self.timeout = timeout
+        self.group = dist.new_group(
+            list(members), backend="gloo", timeout=timedelta(seconds=timeout)
+        )
+        self.store = dist.PrefixStore(f"zcompile/{name}", _get_default_store().clone())
+        self.failure: str | None = None
+        self._data: list[dist.ProcessGroup] = []
+        self._probes = 0
+        _controls.add(self)
+        _install_hooks()
+        watch = threading.Thread(
+            target=_watch, args=(weakref.ref(self),), name=f"zcompile-{name}", daemon=True
+        )
+        watch.start()
+
+    def guard(self, group: dist.ProcessGroup) -> None:
+        """Cut `group` too when another rank fails."""
+        self._data.append(group)
+
+    def agree(self, mark: int, describe: Callable[[], Sequence[str]]) -> None:
+        """Return when every rank came here with the same mark.
+
+        Raises:
+            ZeroError: on every rank, naming the first line in which two ranks differ; or, when a
+                rank failed or left meanwhile, which one and why.
+        """
+        if self.failure is not None:
+            raise ZeroError(self.failure)
+        pair = torch.tensor([mark, -mark])
+        try:
+            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.group)
+            if pair[0] == -pair[1]:
+                return
+            everyone: list[Any] = [None] * self.world
+            dist.all_gather_object(everyone, list(describe()), group=self.group)
+        except RuntimeError as error:
+            raise self.explain(error) from error
+        raise ZeroError(first_difference(everyone))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed. The first failure is the one that is kept."""
+        text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):
+            self.store.compare_set("failed", "", json.dumps({"rank": self.rank, "text": text}))
+
+    def leave(self) -> None:
+        """Tell the other ranks that this process ends in order."""
+        with contextlib.suppress(Exception):
+            self.store.set(f"left/{self.rank}", "1")
+
+    def explain(self, error: BaseException) -> ZeroError:
+        """What happened, for a rank whose connection broke. Takes at most a few seconds."""
+        self._probes += 1
+        deadline = time.monotonic() + EXPLAIN_SECONDS
+        with contextlib.suppress(Exception):
+            self.store.set(f"alive/{self.rank}", "1")
+        while time.monotonic() < deadline:
+            text = self.failure or self._published()
+            if text is not None:
+                return ZeroError(text)
+            time.sleep(0.1)
+        left, silent = self._missing()
+        if left:
+            return ZeroError(
+                f"rank {left[0]} ended its process while rank {self.rank} was still waiting for "
+                "it: the ranks did not run the same number of steps. Give every rank the same "
+                f"number of batches. ({error})"
+            )
+        if silent:
+            return ZeroError(
+                f"rank {silent[0]} no longer answers: its process was killed or lost its "
+                f"connection. Look at that rank's log. ({error})"
+            )
+        return ZeroError(f"a collective failed on rank {self.rank}: {error}")
+
+    def _published(self) -> str | None:
+        try:
+            if not self.store.check(["failed"]):
+                return None
+            report = json.loads(self.store.get("failed"))
+        except Exception:
+            return None
+        if report["rank"] == self.rank:
+            return None
+        return f"{report['text']} (rank {self.rank} stopped because of it)"
+
+    def _missing(self) -> tuple[list[int], list[int]]:
+        left, silent = [], []
+        for rank in range(self.world):
+            with contextlib.suppress(Exception):
+                if self.store.check([f"left/{rank}"]):
+                    left.append(rank)
+                elif rank != self.rank and not self.store.check([f"alive/{rank}"]):
+                    silent.append(rank)
+        return left, silent
+
+    def _cut(self) -> None:
+        for group in [self.group, *self._data]:
+            backend = group._get_backend(torch.device("cpu")) if _is_gloo(group) else None
+            if backend is None:
+                with contextlib.suppress(Exception):
+                    group.abort()
+                continue
+            for peer in range(self.world):
+                if peer != self.rank:
+                    # gloo has no abort for messages under way. A receive that times out closes
+                    # its pair, and with it whatever waits there.
+                    with contextlib.suppress(Exception):
+                        group.recv([torch.zeros(1)], peer, _CUT_TAG).wait(timedelta(milliseconds=1))
+
+
+def first_difference(everyone: Sequence[Sequence[str]]) -> str:
+    """The error text for ranks whose plans differ: the first line that is not the same on all."""
+    base = everyone[0]
+    other, theirs = next(
+        (r, lines) for r, lines in enumerate(everyone) if list(lines) != list(base)
+    )
+    for index in range(max(len(base), len(theirs))):
+        mine = base[index] if index < len(base) else "nothing more"
+        yours = theirs[index] if index < len(theirs) else "nothing more"
+        if mine != yours:
+            break
+    return (
+        "the ranks would run different collectives, so none was started. First difference, at "
+        f"step {index}:\n  rank 0: {mine}\n  rank {other}: {yours}\n"
+        "Every rank must take the same path through the model: look for a branch, a loop or a "
+        "module that depends on this rank's data."
+    )
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def _watch(ref: weakref.ref[Control]) -> None:
+    while True:
+        control = ref()
+        if control is None or not dist.is_initialized():
+            return
+        text = control._published()
+        if text is not None:
+            control.failure = text
+            control._cut()
+            return
+        del control
+        time.sleep(POLL_SECONDS)
+
+
+_installed = False
+
+
+def _install_hooks() -> None:
+    """Publish uncaught exceptions and orderly exits of this process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    previous = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        for control in list(_controls):
+            control.fail(error)
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(lambda: [control.leave() for control in list(_controls)])

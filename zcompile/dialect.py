@@ -1,0 +1,334 @@
+"""The zero:: operations: what partitioned parameters and gradients mean in a graph.
+
+Two levels, each executable as it stands (a graph break, an eager region or a dump runs them):
+
+| level | op | meaning |
+|---|---|---|
+| parameter | unshard | shard -> whole parameter, in the compute dtype; its gradient is reduce_grad |
+| | replicate | replicated parameter -> compute dtype; its gradient is all_reduce_grad |
+| | reduce_grad | whole gradient -> this rank's rows of its mean |
+| | all_reduce_grad | gradient of a replicated parameter -> its mean |
+| bucket | gather_start, wait_ | all-gather of several parameters, issued and awaited |
+| | reduce_start, reduce_finish | reduce-scatter of several gradients |
+| | all_reduce_start, all_reduce_finish | all-reduce of several gradients |
+| | release | the gathered parameters of a bucket are not used below |
+
+`order` is a token that waits and all-reduces write and starts read, so that whatever compiles the
+graph keeps them in order. (Inductor takes no operation that both writes and returns tensors.)
+Group names stand for `comm.Group`s. Nothing here depends on the rank except what a fake
+implementation must say about the shape of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile import collectives, comm
+from zcompile.control import fingerprint
+
+LIBRARY = torch.library.Library("zero", "DEF")
+
+SCHEMAS = (
+    "unshard(Tensor shard, int rows, ScalarType dtype, ScalarType reduce_dtype, str group, "
+    "str name) -> Tensor",
+    "replicate(Tensor param, ScalarType dtype, ScalarType reduce_dtype, str group, str name)"
+    " -> Tensor",
+    "reduce_grad(Tensor grad, ScalarType dtype, ScalarType reduce_dtype, str group, str name)"
+    " -> Tensor",
+    "all_reduce_grad(Tensor grad, ScalarType dtype, ScalarType reduce_dtype, str group, "
+    "str name) -> Tensor",
+    "gather_start(Tensor[] shards, int[] rows, ScalarType dtype, str group, str key, "
+    "Tensor? order=None) -> Tensor[]",
+    "wait_(Tensor(a!)[] buffers, Tensor[] sources, str group, str key, Tensor(b!)? order=None)"
+    " -> ()",
+    "reduce_start(Tensor[] grads, ScalarType reduce_dtype, str group, str key, "
+    "Tensor? order=None) -> Tensor[]",
+    "reduce_finish(Tensor[] grads, Tensor[] received, ScalarType dtype, ScalarType reduce_dtype, "
+    "str group, str key) -> Tensor[]",
+    "all_reduce_start(Tensor[] grads, ScalarType reduce_dtype, str group, str key) -> Tensor",
+    "all_reduce_finish(Tensor[] grads, Tensor flat, ScalarType dtype, str group, str key)"
+    " -> Tensor[]",
+    "all_reduce_(Tensor(a!) flat, str group, str key, Tensor(b!)? order=None) -> ()",
+    "release(Tensor[] fulls, str key) -> ()",
+    "order() -> Tensor",
+)
+
+for _schema in SCHEMAS:
+    LIBRARY.define(_schema)
+
+Implementation = Callable[..., Any]
+
+
+def _implement(name: str) -> Callable[[Implementation], Implementation]:
+    def register(function: Implementation) -> Implementation:
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def _fake(name: str) -> Callable[[Implementation], Implementation]:
+    return torch.library.register_fake(f"zero::{name}", lib=LIBRARY)
+
+
+# One collective for one parameter. The key is free: nothing else is in flight meanwhile.
+_ALONE = "alone"
+
+
+@_implement("unshard")
+def _unshard(
+    shard: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, name: str
+) -> Tensor:
+    where = comm.find(group)
+    _agree(where, "all-gather", name, (rows, *shard.shape[1:]), dtype)
+    if where.native and where.pg is not None:
+        shape = [rows, *shard.shape[1:]]
+        pg = where.pg.group_name
+        flat = collectives.native_gather([shard], [shape], dtype, where.world, pg)
+        comm.count("gather", flat.nbytes // where.world * (where.world - 1))
+        return collectives.native_gathered(flat, [shape], where.world)[0]
+    fulls = comm.gather_start([shard], [rows], dtype, where, _ALONE)
+    comm.wait(where, _ALONE)
+    return fulls[0]
+
+
+@_fake("unshard")
+def _(shard: Tensor, rows: int, dtype: torch.dtype, *_: Any) -> Tensor:
+    return shard.new_empty((rows, *shard.shape[1:]), dtype=dtype)
+
+
+@_implement("replicate")
+def _replicate(param: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
+    return param.to(dtype, copy=True)
+
+
+@_fake("replicate")
+def _(param: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
+    return param.new_empty(param.shape, dtype=dtype)
+
+
+@_implement("reduce_grad")
+def _reduce_grad(
+    grad: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, name: str
+) -> Tensor:
+    where = comm.find(group)
+    _agree(where, "reduce-scatter", name, grad.shape, reduce_dtype)
+    grad = grad.to(collectives.wire_dtype(grad.dtype, reduce_dtype)).contiguous()
+    first, last = where.owned(grad.shape[0])
+    if where.native and where.pg is not None:
+        pg = where.pg.group_name
+        flat = collectives.native_reduce([grad], reduce_dtype, where.world, pg)
+        comm.count("reduce", flat.nbytes * (where.world - 1))
+        return collectives.native_reduced(flat, [grad.shape], [last - first], dtype, where.world)[0]
+    received = comm.reduce_start([grad], where, _ALONE)
+    comm.wait(where, _ALONE)
+    return collectives.mean_of_parts(grad[first:last], received[0], reduce_dtype, dtype)
+
+
+@_fake("reduce_grad")
+def _(grad: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, *_: Any) -> Tensor:
+    first, last = comm.find(group).owned(int(grad.shape[0]))
+    return grad.new_empty((last - first, *grad.shape[1:]), dtype=dtype)
+
+
+@_implement("all_reduce_grad")
+def _all_reduce_grad(
+    grad: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, name: str
+) -> Tensor:
+    where = comm.find(group)
+    _agree(where, "all-reduce", name, grad.shape, reduce_dtype)
+    flat = collectives.flatten([grad], reduce_dtype)
+    comm.all_reduce_start(flat, where, _ALONE)
+    comm.wait(where, _ALONE)
+    return collectives.all_reduced(flat, [grad.shape], dtype, where.world)[0]
+
+
+@_fake("all_reduce_grad")
+def _(grad: Tensor, dtype: torch.dtype, *_: Any) -> Tensor:
+    return grad.new_empty(grad.shape, dtype=dtype)
+
+
+@_implement("gather_start")
+def _gather_start(
+    shards: list[Tensor],
+    rows: list[int],
+    dtype: torch.dtype,
+    group: str,
+    key: str,
+    order: Tensor | None = None,
+) -> list[Tensor]:
+    return comm.gather_start(shards, rows, dtype, comm.find(group), key)
+
+
+@_fake("gather_start")
+def _(shards: list[Tensor], rows: list[int], dtype: torch.dtype, *_: Any) -> list[Tensor]:
+    return [s.new_empty((n, *s.shape[1:]), dtype=dtype) for s, n in zip(shards, rows, strict=True)]
+
+
+@_implement("wait_")
+def _wait(
+    buffers: list[Tensor], sources: list[Tensor], group: str, key: str, order: Tensor | None = None
+) -> None:
+    comm.wait(comm.find(group), key)
+
+
+@_fake("wait_")
+def _(*_: Any) -> None:
+    return None
+
+
+@_implement("reduce_start")
+def _reduce_start(
+    grads: list[Tensor],
+    reduce_dtype: torch.dtype,
+    group: str,
+    key: str,
+    order: Tensor | None = None,
+) -> list[Tensor]:
+    sent = [grad.to(collectives.wire_dtype(grad.dtype, reduce_dtype)) for grad in grads]
+    return comm.reduce_start(sent, comm.find(group), key)
+
+
+@_fake("reduce_start")
+def _(grads: list[Tensor], reduce_dtype: torch.dtype, group: str, *_: Any) -> list[Tensor]:
+    where = comm.find(group)
+    return [received_like(grad, reduce_dtype, where.world, where.rank) for grad in grads]
+
+
+def received_like(grad: Tensor, reduce_dtype: torch.dtype, world: int, rank: int) -> Tensor:
+    """An empty buffer for the other ranks' parts of a gradient's rows that `rank` owns."""
+    first, last = comm.owned_rows(int(grad.shape[0]), world, rank)
+    dtype = collectives.wire_dtype(grad.dtype, reduce_dtype)
+    return grad.new_empty((world - 1, last - first, *grad.shape[1:]), dtype=dtype)
+
+
+@_implement("reduce_finish")
+def _reduce_finish(
+    grads: list[Tensor],
+    received: list[Tensor],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+    key: str,
+) -> list[Tensor]:
+    where = comm.find(group)
+    comm.wait(where, key)
+    return [
+        collectives.mean_of_parts(own_rows(grad, where), parts, reduce_dtype, dtype)
+        for grad, parts in zip(grads, received, strict=True)
+    ]
+
+
+def own_rows(grad: Tensor, group: comm.Group) -> Tensor:
+    first, last = group.owned(grad.shape[0])
+    return grad[first:last]
+
+
+@_fake("reduce_finish")
+def _(grads: list[Tensor], received: list[Tensor], dtype: torch.dtype, *_: Any) -> list[Tensor]:
+    return [parts.new_empty(parts.shape[1:], dtype=dtype) for parts in received]
+
+
+@_implement("all_reduce_start")
+def _all_reduce_start(
+    grads: list[Tensor], reduce_dtype: torch.dtype, group: str, key: str
+) -> Tensor:
+    flat = collectives.flatten(grads, reduce_dtype)
+    comm.all_reduce_start(flat, comm.find(group), key)
+    return flat
+
+
+@_fake("all_reduce_start")
+def _(grads: list[Tensor], reduce_dtype: torch.dtype, *_: Any) -> Tensor:
+    return grads[0].new_empty((sum(grad.numel() for grad in grads),), dtype=reduce_dtype)
+
+
+@_implement("all_reduce_finish")
+def _all_reduce_finish(
+    grads: list[Tensor], flat: Tensor, dtype: torch.dtype, group: str, key: str
+) -> list[Tensor]:
+    where = comm.find(group)
+    comm.wait(where, key)
+    return collectives.all_reduced(flat, [grad.shape for grad in grads], dtype, where.world)
+
+
+@_fake("all_reduce_finish")
+def _(grads: list[Tensor], flat: Tensor, dtype: torch.dtype, *_: Any) -> list[Tensor]:
+    return [grad.new_empty(grad.shape, dtype=dtype) for grad in grads]
+
+
+@_implement("all_reduce_")
+def _all_reduce(flat: Tensor, group: str, key: str, order: Tensor | None = None) -> None:
+    comm.all_reduce_start(flat, comm.find(group), key)
+
+
+@_fake("all_reduce_")
+def _(*_: Any) -> None:
+    return None
+
+
+@_implement("release")
+def _release(fulls: list[Tensor], key: str) -> None:
+    return None
+
+
+@_fake("release")
+def _(*_: Any) -> None:
+    return None
+
+
+@_implement("order")
+@_fake("order")
+def _order() -> Tensor:
+    return torch.empty(1, dtype=torch.uint8)
+
+
+def _save_for_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    param, reduce_dtype, group, name = inputs[0], *inputs[-3:]
+    ctx.reduction = (param.dtype, reduce_dtype, group, name)
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (torch.ops.zero.reduce_grad(grad, *ctx.reduction), *[None] * 5)
+
+
+def _replicate_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return (torch.ops.zero.all_reduce_grad(grad, *ctx.reduction), *[None] * 4)
+
+
+torch.library.register_autograd(
+    "zero::unshard", _unshard_backward, setup_context=_save_for_reduction, lib=LIBRARY
+)
+torch.library.register_autograd(
+    "zero::replicate", _replicate_backward, setup_context=_save_for_reduction, lib=LIBRARY
+)
+
+
+def _agree(
+    group: comm.Group, what: str, name: str, shape: Sequence[int], dtype: torch.dtype
+) -> None:
+    """Outside of a planned graph each collective is checked on its own before it starts."""
+    if group.control is None:
+        return
+    line = f"{what} of {name} {tuple(shape)} {dtype}, outside of a compiled graph"
+    group.control.agree(fingerprint([line]), lambda: [line])
+
+
+# Names for passes, so that none of them spells an op as a string.
+UNSHARD = torch.ops.zero.unshard.default
+REPLICATE = torch.ops.zero.replicate.default
+REDUCE_GRAD = torch.ops.zero.reduce_grad.default
+ALL_REDUCE_GRAD = torch.ops.zero.all_reduce_grad.default
+GATHER_START = torch.ops.zero.gather_start.default
+WAIT = torch.ops.zero.wait_.default
+REDUCE_START = torch.ops.zero.reduce_start.default
+REDUCE_FINISH = torch.ops.zero.reduce_finish.default
+ALL_REDUCE_START = torch.ops.zero.all_reduce_start.default
+ALL_REDUCE_FINISH = torch.ops.zero.all_reduce_finish.default
+ALL_REDUCE = torch.ops.zero.all_reduce_.default
+ORDER = torch.ops.zero.order.default
+RELEASE = torch.ops.zero.release.default

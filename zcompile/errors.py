@@ -1,0 +1,17 @@
+"""What zcompile raises and warns with. Every text names the value, the limit and the remedy."""
+
+
+class ZeroError(RuntimeError):
+    """The model, the ranks or the plan are not what zcompile can run."""
+
+
+class OptionError(ZeroError, ValueError):
+    """An option has an unknown name or a value outside its range."""
+
+
+class GraphError(ZeroError):
+    """A graph broke a rule of the dialect between two passes (see passes/verify.py)."""
+
+
+class ZeroWarning(UserWarning):
+    """Something runs correctly but slower than it could, and the text says why."""

@@ -1,0 +1,15 @@
+"""Which rows of a parameter a rank owns. The rule is torch.chunk's, as DTensor's Shard(0) uses it."""
+
+from __future__ import annotations
+
+
+def chunk_rows(rows: int, world: int) -> int:
+    """Rows of the largest shard: ceil(rows / world)."""
+    return -(-rows // world)
+
+
+def owned_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
+    """First and one-past-last row that `rank` owns; empty for the ranks past the end."""
+    chunk = chunk_rows(rows, world)
+    first = min(rank * chunk, rows)
+    return first, min(first + chunk, rows)

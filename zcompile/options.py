@@ -1,0 +1,142 @@
+"""Options of the backend: `torch.compile(model, backend="zero", options={...})`.
+
+One frozen, validated record. Dtypes may be given as `torch.bfloat16` or "bfloat16" / "bf16".
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from torch.distributed.device_mesh import DeviceMesh
+
+from zcompile.errors import OptionError
+
+MIB = 2**20
+
+_DTYPE_NAMES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+
+
+def _as_dtype(value: Any) -> Any:
+    if value is None or (isinstance(value, torch.dtype) and value in _DTYPE_NAMES.values()):
+        return value
+    if isinstance(value, str) and value.removeprefix("torch.") in _DTYPE_NAMES:
+        return _DTYPE_NAMES[value.removeprefix("torch.")]
+    raise ValueError(f"{value!r} is not a floating dtype; use one of {', '.join(_DTYPE_NAMES)}")
+
+
+Dtype = Annotated[torch.dtype | None, BeforeValidator(_as_dtype)]
+
+
+class Options(BaseModel):
+    """How a model is partitioned, scheduled and compiled.
+
+    Raises:
+        OptionError: through `Options.parse`, for an unknown name or a value out of range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    stage: int = Field(
+        3,
+        ge=0,
+        le=3,
+        description="0: replicate, all-reduce gradients. 1, 2: shard at rest, gather once a step. "
+        "3: gather per use, again in backward.",
+    )
+    param_dtype: Dtype = Field(
+        None, description="Dtype of gathered parameters and of compute; None keeps each one's own."
+    )
+    reduce_dtype: Dtype = Field(
+        None, description="Dtype gradients are summed in; None means float32 or wider."
+    )
+    persistence_threshold: int = Field(
+        16_384,
+        ge=0,
+        description="Parameters with fewer elements stay replicated: gathering 64 KiB costs more "
+        "latency than bytes.",
+    )
+    bucket_bytes: int = Field(
+        32 * MIB, ge=1, description="Collectives are merged up to this many gathered bytes."
+    )
+    prefetch: int = Field(
+        1, ge=0, description="How many buckets ahead of its use a gather is issued."
+    )
+    engine: Literal["inductor", "eager"] = Field(
+        "inductor", description="What runs the final graph; eager interprets it (quick, for tests)."
+    )
+    primitive: Literal["auto", "p2p", "native"] = Field(
+        "auto",
+        description="What carries a collective: point-to-point messages straight into place, the "
+        "backend's own all-gather and reduce-scatter, or the faster of both for the group.",
+    )
+    cast_inputs: bool = Field(
+        True, description="With param_dtype, cast floating inputs of the model to it."
+    )
+    sync: bool = Field(True, description="Start from rank 0's parameters and buffers.")
+    check: bool = Field(
+        True, description="Before a graph runs, compare its plan with every other rank's."
+    )
+    check_timeout: float = Field(
+        3600.0, gt=0, description="Seconds to wait for the slowest rank's compilation."
+    )
+    verify: bool = Field(True, description="Verify the graph between passes.")
+    disable: tuple[str, ...] = Field((), description="Optional passes to leave out, by name.")
+    dump: str | None = Field(
+        None, description="Folder for graphs and schedule; default: $ZCOMPILE_DUMP."
+    )
+    mesh: DeviceMesh | None = Field(
+        None, description="One-dimensional data-parallel mesh; default: all ranks."
+    )
+    inductor: Mapping[str, Any] = Field(
+        default_factory=dict, description="Extra torch._inductor.config entries for this model."
+    )
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any] | Options | None) -> Options:
+        """Validate a user's dict.
+
+        Raises:
+            OptionError: names the option, the value, and the nearest known name or the limit.
+        """
+        if isinstance(raw, Options):
+            return raw
+        values = dict(raw or {})
+        for name in values:
+            if name not in cls.model_fields:
+                raise OptionError(_unknown(str(name), list(cls.model_fields)))
+        if values.get("dump") is None:
+            values["dump"] = os.environ.get("ZCOMPILE_DUMP") or None
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise OptionError(_invalid(error)) from None
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown option {name!r}{hint} Known options: {', '.join(sorted(known))}."
+
+
+def _invalid(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors():
+        name = str(item["loc"][0])
+        about = Options.model_fields[name].description
+        lines.append(f"option {name!r} = {item['input']!r}: {item['msg']}. ({about})")
+    return "\n".join(lines)

@@ -1,0 +1,359 @@
+"""A model's parameters become shards in place, and everything that holds them follows.
+
+Each parameter is replaced by a ZeroParameter; each module that owns one gets a subclass of its
+class whose properties read the parameter through the dialect while a compiler traces. Optimizers
+and containers that held the old tensors are re-pointed to the new ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CellType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zcompile._torch import OptimizedModule
+from zcompile.control import fingerprint
+from zcompile.errors import ZeroError, ZeroWarning
+from zcompile.options import Options
+from zcompile.parameter import ParamSpec, ZeroParameter, shard_of, state_dtensor, unsharded
+from zcompile.world import World, join
+
+Initialiser = Callable[[nn.Module], Any]
+
+
+def shard(
+    model: nn.Module,
+    options: Mapping[str, Any] | Options | None = None,
+    *,
+    init: Initialiser | None = None,
+    **named: Any,
+) -> nn.Module:
+    """Shard a model in place, ahead of its first compiled call, and return it.
+
+    Parameters on `meta` are made module by module, with `init(module)` if given, else with the
+    module's own `reset_parameters()`, and sharded before the next module is made: the whole model
+    never exists on one rank. Optimizers that hold the parameters are re-pointed.
+
+    Args:
+        options: as for `torch.compile(..., options=...)`; single ones also by name: `stage=2`.
+        init: fills the parameters (and buffers) that `module` itself owns.
+
+    Raises:
+        ZeroError: `model` is not a module, cannot be re-classed, has meta tensors that nothing
+            initialises, or differs between ranks.
+        OptionError: see `Options`.
+    """
+    if not isinstance(model, nn.Module):
+        raise ZeroError(
+            f"zcompile.shard needs a torch.nn.Module, got {type(model).__name__}: {model!r:.80}"
+        )
+    if isinstance(options, Options):
+        chosen = Options.parse({**dict(options), **named}) if named else options
+    else:
+        chosen = Options.parse({**(options or {}), **named})
+    root = getattr(model, "_orig_mod", model)
+    world = join(chosen, _device(root))
+    _agree_on_names(root, world)
+    _materialise(root, init, world, chosen)
+    _replace(_plain_parameters(root), chosen, world)
+    _sync_buffers(root, chosen, world)
+    for module in root.modules():
+        _read_through_dialect(module)
+    if chosen.param_dtype is not None and chosen.cast_inputs:
+        _cast_inputs(root, chosen.param_dtype)
+    return model
+
+
+def is_sharded(param: Any) -> bool:
+    return type(param) is ZeroParameter
+
+
+def owners_root(params: Sequence[Tensor]) -> list[nn.Module]:
+    """The outermost modules that contain these parameters, the largest first.
+
+    Compiled wrappers do not count. Found among all live modules: the backend is handed tensors,
+    never the model.
+    """
+    wanted = {id(p) for p in params}
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    modules = [
+        m for m in modules if "_modules" in m.__dict__ and not isinstance(m, OptimizedModule)
+    ]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    level = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
+    seen: dict[int, nn.Module] = {}
+    while level:
+        seen.update((id(m), m) for m in level)
+        level = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]
+    roots = [m for m in seen.values() if id(m) not in parents]
+    return sorted(roots, key=lambda m: (-sum(1 for _ in m.parameters()), type(m).__qualname__))
+
+
+def _device(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    if dist.is_initialized():
+        cuda = dist.get_backend() == "nccl"
+    else:
+        cuda = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def _plain_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in root.named_parameters() if not is_sharded(p)}
+
+
+def _agree_on_names(root: nn.Module, world: World) -> None:
+    control = world.group.control
+    if control is None:
+        return
+    lines = [
+        f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in root.named_parameters()
+    ]
+    control.agree(fingerprint(lines), lambda: lines)
+
+
+# Making and replacing parameters
+
+
+def _materialise(root: nn.Module, init: Initialiser | None, world: World, options: Options) -> None:
+    """Make and shard the parameters that are on meta, one owning module at a time."""
+    device = _device(root)
+    names = {id(p): name for name, p in root.named_parameters()}
+    for path, module in root.named_modules():
+        own = {n: p for n, p in module._parameters.items() if p is not None and p.is_meta}
+        buffers = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
+        if not own and not buffers:
+            continue
+        fill = init or getattr(module, "reset_parameters", None)
+        if fill is None:
+            tensors = ", ".join(f"{path}.{n}".lstrip(".") for n in (*own, *buffers))
+            raise ZeroError(
+                f"{tensors} is on meta and {type(module).__name__} has no reset_parameters(); "
+                "give zcompile.shard(model, init=...) a function that fills it"
+            )
+        made = {}
+        for name, meta in own.items():
+            made[name] = nn.Parameter(torch.empty_like(meta, device=device), meta.requires_grad)
+            module._parameters[name] = made[name]
+        for name, meta in buffers.items():
+            module._buffers[name] = torch.empty_like(meta, device=device)
+        with torch.no_grad():
+            fill(module) if init else fill()
+        for name, meta in own.items():
+            new = {names[id(meta)]: made[name]}
+            _replace(new, options, world, stands_for={names[id(meta)]: meta})
+
+
+def _replace(
+    params: Mapping[str, nn.Parameter],
+    options: Options,
+    world: World,
+    stands_for: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Swap parameters for shards, everywhere they are held. `stands_for`: the meta originals."""
+    olds = list(params.values())
+    news = []
+    optimizers = _live_optimizers()
+    for name, old in params.items():
+        if old.is_sparse or old.layout is not torch.strided:
+            raise ZeroError(f"parameter {name!r} has layout {old.layout}; only dense ones shard")
+        spec = _spec(name, old, options, world)
+        full = old.detach().contiguous()
+        if options.sync and world.group.pg is not None:
+            _broadcast(full, world)
+        local = shard_of(full, spec, world.mesh)
+        new = ZeroParameter.make(local, spec, world.mesh, old.requires_grad)
+        if old.grad is not None:
+            new.grad = state_dtensor(_mean(old.grad, world), spec, world.mesh)
+        for optimizer in optimizers:
+            _shard_state(optimizer, old, new)
+        news.append(new)
+    _repoint(olds, news)
+    if stands_for:
+        _repoint(list(stands_for.values()), news)
+    for old in olds:
+        # Whoever still holds the old tensor meets an error about its shape, not stale values,
+        # and its memory is free.
+        old.grad = None
+        old.data = old.data.new_empty(0)
+
+
+def _spec(name: str, param: Tensor, options: Options, world: World) -> ParamSpec:
+    """What a parameter gathers to. Integer, bool and complex parameters keep their dtype."""
+    real = param.dtype.is_floating_point
+    dtype = options.param_dtype if real and options.param_dtype else param.dtype
+    if not real:
+        reduce_dtype = param.dtype
+    else:
+        reduce_dtype = options.reduce_dtype or torch.promote_types(dtype, torch.float32)
+    sharded = (
+        options.stage > 0 and param.dim() > 0 and param.numel() >= options.persistence_threshold
+    )
+    return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, world.group.name, sharded)
+
+
+def _broadcast(tensor: Tensor, world: World) -> None:
+    source = int(world.mesh.mesh.flatten()[0])
+    if tensor.numel():
+        # As bytes: a backend's broadcast does not know every dtype.
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), source, group=world.group.pg)
+
+
+def _mean(grad: Tensor, world: World) -> Tensor:
+    if world.group.pg is None:
+        return grad
+    total = grad.clone()
+    dist.all_reduce(total, group=world.group.pg)
+    return total / world.group.world
+
+
+def _sync_buffers(root: nn.Module, options: Options, world: World) -> None:
+    if options.sync and world.group.pg is not None:
+        for buffer in root.buffers():
+            whole = buffer.detach().contiguous()
+            _broadcast(whole, world)
+            if whole.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(whole)
+
+
+# Who holds a parameter
+
+
+def _live_optimizers() -> list[torch.optim.Optimizer]:
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+
+def _shard_state(optimizer: torch.optim.Optimizer, old: Tensor, new: ZeroParameter) -> None:
+    if old not in optimizer.state:
+        return
+    state = optimizer.state.pop(old)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) == new.spec.shape:
+            state[key] = state_dtensor(value, new.spec, new.device_mesh)
+    optimizer.state[new] = state
+
+
+def _repoint(olds: list[Any], news: list[Any]) -> None:
+    """Replace tensors in every list, dict, set and closure that holds them, as if they had become
+    the new ones: a tensor cannot turn into one of another class in place."""
+    memo = {id(old): new for old, new in zip(olds, news, strict=True)}
+    ours = {id(olds), id(news), id(memo)}
+    holders = [h for h in gc.get_referrers(*olds) if id(h) not in ours] if olds else []
+    named = [h for h in holders if type(h) is tuple and len(h) == 2 and type(h[0]) is str]
+    for holder in holders:
+        _replace_in(holder, memo)
+    if named:
+        # list(model.named_parameters()) holds tuples, which are replaced where they stand.
+        pairs = {id(t): (t[0], memo.get(id(t[1]), t[1])) for t in named}
+        for holder in gc.get_referrers(*named):
+            if type(holder) is list and holder is not named and holder is not holders:
+                _replace_in(holder, pairs)
+
+
+def _replace_in(holder: Any, memo: Mapping[int, Any]) -> None:
+    if type(holder) is list:
+        for index, value in enumerate(holder):
+            if id(value) in memo:
+                holder[index] = memo[id(value)]
+    elif isinstance(holder, dict):
+        for key, value in list(holder.items()):
+            if id(value) in memo:
+                dict.__setitem__(holder, key, memo[id(value)])
+    elif type(holder) is set:
+        for value in [v for v in holder if id(v) in memo]:
+            holder.discard(value)
+            holder.add(memo[id(value)])
+    elif type(holder) is CellType:
+        holder.cell_contents = memo[id(holder.cell_contents)]
+
+
+# How a module reads its parameters
+
+
+def _read_through_dialect(module: nn.Module) -> None:
+    """Give the module a subclass of its class in which sharded parameters are properties.
+
+    One class per module: what a property returns is constant under its class, so a compiler needs
+    no guard beyond the one on the class.
+    """
+    specs = {n: p.spec for n, p in module._parameters.items() if type(p) is ZeroParameter}
+    base = type(module)
+    known = base.__dict__.get("_zero_specs")
+    if not specs or known == specs:
+        return
+    if known is not None:
+        base = base.__base__  # type: ignore[assignment]
+    members: dict[str, Any] = {name: property(_reader(name, spec)) for name, spec in specs.items()}
+    if isinstance(module, nn.RNNBase):
+        members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    members |= {
+        "_zero_specs": specs,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    try:
+        module.__class__ = type(base.__name__, (base,), members)
+    except TypeError as error:
+        raise ZeroError(
+            f"{base.__name__} cannot be given a subclass in place ({error}); modules with "
+            "__slots__ and scripted modules cannot be sharded"
+        ) from error
+
+
+def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Any]:
+    shape, placements = spec.shape, spec.placements
+
+    def read(self: nn.Module) -> Any:
+        param = self._parameters[name]
+        if param is None:
+            return None
+        if not isinstance(param, ZeroParameter) or tuple(param.shape) != shape:
+            raise ZeroError(
+                f"parameter {spec.name!r} was sharded as {shape} and is now {tuple(param.shape)} "
+                f"({type(param).__name__}): it was replaced after sharding. Call "
+                "zcompile.shard(model) again, or change its values in place"
+            )
+        if torch.compiler.is_compiling():
+            return unsharded(param.to_local(grad_placements=placements), spec)
+        return param
+
+    return read
+
+
+def _flat_weights(self: nn.Module) -> list[Any]:
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        def one(value: Any) -> Any:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating else value
+
+        return torch.utils._pytree.tree_map(one, (args, kwargs))
+
+    root.register_forward_pre_hook(cast, with_kwargs=True, prepend=True)
+
+
+def warn_unowned(params: Iterable[Tensor]) -> None:
+    """Parameters that no live module owns stay whole, and their gradients local."""
+    shapes = ", ".join(str(tuple(p.shape)) for p in params)
+    warnings.warn(
+        f"parameters of shape {shapes} belong to no module: they stay replicated and their "
+        "gradients are NOT averaged over the ranks. Register them on a module.",
+        ZeroWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,129 @@
+"""Whole states from shards and back, one tensor at a time.
+
+Keys are those of the eager model and of a plain optimizer's state_dict(), so that a file written
+here loads into an unsharded run, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zcompile.errors import ZeroError
+from zcompile.parameter import ZeroParameter, state_dtensor
+
+
+def full_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    rank0_only: bool = False,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """The model's state with eager keys and whole tensors on `device`.
+
+    Every rank must call it. One tensor is whole at a time on ranks that do not keep it.
+
+    Args:
+        optimizer: also return its state; the result is then {"model": ..., "optimizer": ...}.
+        rank0_only: the other ranks take part and return the same keys with no tensors ({}).
+    """
+    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    state = {}
+    for key, value in _plain(model).state_dict().items():
+        whole = _whole(value, keep, device)
+        if keep:
+            state[key] = whole
+    if optimizer is None:
+        return state
+    return {"model": state, "optimizer": _full_optimizer(optimizer, keep, device)}
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> Any:
+    """The inverse of `full_state_dict`: each rank takes its part of whole tensors.
+
+    Args:
+        state: as `full_state_dict` returned it on a rank that keeps it; every rank needs it.
+
+    Returns:
+        What `model.load_state_dict` returns.
+
+    Raises:
+        RuntimeError: keys or shapes differ, in PyTorch's words.
+        ZeroError: an optimizer was given and the state has none, or its groups differ.
+    """
+    if optimizer is None:
+        return _plain(model).load_state_dict(dict(state), strict=strict)
+    if set(state) != {"model", "optimizer"}:
+        raise ZeroError(
+            "an optimizer was given, so the state must be {'model': ..., 'optimizer': ...} as "
+            f"full_state_dict(model, optimizer) returns it; it has the keys {sorted(state)[:4]}"
+        )
+    result = _plain(model).load_state_dict(dict(state["model"]), strict=strict)
+    _load_optimizer(optimizer, state["optimizer"])
+    return result
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def _whole(value: Any, keep: bool, device: torch.device | str) -> Any:
+    """A whole tensor out of a shard. Collective: every rank must come here with the same one."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not keep:
+        return None
+    return value.detach().to(device, copy=True)
+
+
+def _full_optimizer(
+    optimizer: torch.optim.Optimizer, keep: bool, device: torch.device | str
+) -> dict[str, Any]:
+    packed = optimizer.state_dict()
+    state = {
+        index: {key: _whole(value, keep, device) for key, value in entry.items()}
+        for index, entry in packed["state"].items()
+    }
+    return {"state": state, "param_groups": packed["param_groups"]} if keep else {}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    saved = [index for group in full["param_groups"] for index in group["params"]]
+    if len(params) != len(saved):
+        raise ZeroError(
+            f"the saved optimizer has {len(saved)} parameters, this one has {len(params)}"
+        )
+    state = {}
+    for param, index in zip(params, saved, strict=True):
+        if index in full["state"]:
+            state[index] = dict(_laid_out(param, full["state"][index]))
+    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+
+
+def _laid_out(param: Any, entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in entry.items():
+        if (
+            type(param) is ZeroParameter
+            and isinstance(value, Tensor)
+            and value.dim()
+            and tuple(value.shape) == param.spec.shape
+        ):
+            local = value.to(param.device)
+            yield key, state_dtensor(local, param.spec, param.device_mesh)
+        else:
+            yield key, value
