@@ -1,4 +1,4 @@
-"""What one rank measures: step times, resident memory, bytes on the loopback device."""
+"""What one rank measures: step times, resident memory, bytes sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ class TrainSample:
     step_seconds: list[float]  # timed steps only
     losses: list[float]  # timed steps only
     setup_seconds: float  # building the model and the warm-up steps, compilation included
+    cpu_seconds: float  # processor time in the timed steps, all threads
     loopback_bytes: int  # sent on `lo` by the whole machine during the timed steps
+    written_bytes: int  # passed to write calls by this process during the timed steps
     traffic: Traffic | None  # sent by this rank during the timed steps; zcompile only
     peak_bytes: int | None  # highest resident memory in the timed steps, over the imports
 
@@ -55,16 +57,24 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def loopback_sent() -> int:
-    """Bytes that the loopback device has sent; the same instant on every rank.
+def bytes_sent() -> tuple[int, int]:
+    """(sent on `lo` by all programs, written by this process) so far, in bytes.
 
-    The first barrier lets every rank's earlier traffic end, the second keeps a fast rank
-    from sending before a slow one has read.
+    All ranks must call it. The first barrier lets every rank's earlier traffic end, the
+    second keeps a fast rank from sending before a slow one has read.
     """
     dist.barrier()
-    sent = _loopback_counter()
+    sent = _loopback_counter(), _written_counter()
     dist.barrier()
     return sent
+
+
+def _written_counter() -> int:
+    """Bytes this process has passed to write calls; gloo's sockets are nearly all of it."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("wchar:"):
+            return int(line.split()[1])
+    raise ValueError("/proc/self/io has no field wchar")
 
 
 def _loopback_counter() -> int:
@@ -95,13 +105,18 @@ def train(
     if memory:
         reset_peak()
     traffic = _traffic(read_traffic)
-    sent = loopback_sent()
+    loopback, written = bytes_sent()
+    cpu = process_time()
     step_seconds, losses = _timed(step, batch, steps)
+    cpu_seconds = process_time() - cpu
+    loopback_after, written_after = bytes_sent()
     return TrainSample(
         step_seconds=step_seconds,
         losses=losses,
         setup_seconds=setup_seconds,
-        loopback_bytes=loopback_sent() - sent,
+        cpu_seconds=cpu_seconds,
+        loopback_bytes=loopback_after - loopback,
+        written_bytes=written_after - written,
         traffic=_difference(_traffic(read_traffic), traffic),
         peak_bytes=status_bytes("VmHWM") - base if memory else None,
     )
@@ -121,7 +136,7 @@ def _timed(
 
 
 def _traffic(read: Callable[[], object] | None) -> Traffic | None:
-    """zcompile's counters as a dict."""
+    """What zcompile.traffic() counts, as a dict."""
     if read is None:
         return None
     counters = dataclasses.asdict(read())  # type: ignore[call-overload]

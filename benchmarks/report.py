@@ -20,9 +20,10 @@ from rich.table import Table
 from benchmarks.launch import RANKS
 from benchmarks.measure import WireSample
 from benchmarks.models import SHAPES, count_parameters
-from benchmarks.summary import Limits, Row, SystemRuns, limits, rows
+from benchmarks.summary import Limits, Row, SystemRuns, cpu_share, limits, rows
 
 WIDTH = 150  # columns, where the output is no terminal
+BUSY_SHARE = 0.9  # below this share of its cores for the floor, other programs were running
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ def show(comparison: Comparison, to: Console) -> None:
             to.print(f"[red]{row.system}[/red] {escape(row.note)}")
         if row.flagged:
             to.print(f"[red]{row.system}[/red] loss differs from ddp by {row.loss_differs:.1e}")
+    share = cpu_share(comparison.runs)
+    if share is not None and share < BUSY_SHARE:
+        to.print(f"[red]busy machine[/red] floor had {share:.0%} of its cores: trust no ratio")
     found = comparison.limits()
     if found is not None:
         to.print(_limits_table(found))
@@ -79,7 +83,8 @@ def _systems_table(comparison: Comparison, table: list[Row]) -> Table:
         "x floor",
         "x FSDP2 Z3",
         "x DDP+Ind.",
-        "MB sent",
+        "MB on lo",
+        "MB written",
         "MB counted",
         "peak MB",
         "loss",
@@ -94,7 +99,7 @@ def _systems_table(comparison: Comparison, table: list[Row]) -> Table:
 def _cells(row: Row) -> list[str]:
     """A row's text."""
     if row.step_ms is None:
-        return [row.system, "failed", *["-"] * 7, _number(row.peak_mb, 0), "-"]
+        return [row.system, "failed", *["-"] * 8, _number(row.peak_mb, 0), "-"]
     return [
         row.system,
         _number(row.step_ms, 1),
@@ -103,7 +108,8 @@ def _cells(row: Row) -> list[str]:
         _number(row.over_floor, 2),
         _number(row.over_fsdp2, 2),
         _number(row.over_ddp_inductor, 2),
-        _number(row.sent_mb, 2),
+        _number(row.loopback_mb, 2),
+        _number(row.written_mb, 2),
         _number(row.counted_mb, 2),
         _number(row.peak_mb, 0),
         _number(row.loss, 5) + (" !" if row.flagged else ""),
@@ -148,6 +154,7 @@ def save(comparison: Comparison, settings: dict[str, object], path: Path) -> Non
         "ranks": RANKS,
         "parameters": count_parameters(comparison.size),
         "shape": dataclasses.asdict(SHAPES[comparison.size]),
+        "floor_cpu_share": cpu_share(comparison.runs),
         "rows": [dataclasses.asdict(row) for row in comparison.rows()],
         "limits": None if found is None else dataclasses.asdict(found),
         "samples": [dataclasses.asdict(runs) for runs in comparison.runs],

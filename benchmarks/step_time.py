@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,7 +147,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def _names(known: Iterable[str]):
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     """An argparse type: a comma-separated list of known names."""
 
     def parse(text: str) -> list[str]:

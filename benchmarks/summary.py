@@ -38,7 +38,8 @@ class Row:
     over_floor: float | None = None  # step time over the floor's, and so on: below 1 is faster
     over_fsdp2: float | None = None
     over_ddp_inductor: float | None = None
-    sent_mb: float | None = None  # on the wire, per step and rank
+    loopback_mb: float | None = None  # on the wire, headers and other programs included
+    written_mb: float | None = None  # by the rank itself; both per step and rank
     counted_mb: float | None = None  # by zcompile itself, per step and rank
     peak_mb: float | None = None  # highest of the ranks
     loss: float | None = None  # of the last step, mean over the ranks
@@ -109,7 +110,8 @@ def _row(
         over_floor=_ratio(middle, medians.get("floor")),
         over_fsdp2=_ratio(middle, fsdp2),
         over_ddp_inductor=_ratio(middle, medians.get("ddp-inductor")),
-        sent_mb=_mb(min(_sent(pair) for pair in runs.timed)),
+        loopback_mb=_mb(min(_on_loopback(pair) for pair in runs.timed)),
+        written_mb=_mb(_written(runs.timed[-1])),
         counted_mb=_mb(_counted(runs.timed[-1])),
         peak_mb=_mb(peak),
         loss=loss,
@@ -160,7 +162,7 @@ def _wire_rate(wire: list[list[WireSample]]) -> float:
         for pair in wire
         for times in zip(*(sample.block_seconds for sample in pair), strict=True)
     ]
-    return wire[0][0].block_bytes / median(seconds)
+    return float(wire[0][0].block_bytes / median(seconds))
 
 
 def _last_loss(runs: SystemRuns) -> float:
@@ -168,8 +170,16 @@ def _last_loss(runs: SystemRuns) -> float:
     return mean(sample.losses[-1] for sample in runs.timed[-1])
 
 
-def _sent(pair: Pair) -> float:
-    """Bytes on the wire per step and rank.
+def cpu_share(runs: list[SystemRuns]) -> float | None:
+    """Processor time over wall time of the floor, which never waits: 1 on an idle machine."""
+    samples = [s for r in runs if r.system == "floor" for pair in r.timed for s in pair]
+    if not samples:
+        return None
+    return sum(s.cpu_seconds for s in samples) / sum(sum(s.step_seconds) for s in samples)
+
+
+def _on_loopback(pair: Pair) -> float:
+    """Bytes on the loopback device per step and rank.
 
     Both ranks read one counter, the machine's. The caller takes the least of the rounds:
     other programs' traffic can only add.
@@ -177,11 +187,16 @@ def _sent(pair: Pair) -> float:
     return pair[0].loopback_bytes / len(pair[0].step_seconds) / RANKS
 
 
+def _written(pair: Pair) -> float:
+    """Bytes that the ranks wrote per step, mean over the ranks."""
+    return mean(sample.written_bytes / len(sample.step_seconds) for sample in pair)
+
+
 def _counted(pair: Pair) -> float | None:
     """Bytes per step that zcompile counted, mean over the ranks."""
     if any(sample.traffic is None for sample in pair):
         return None
-    return mean(sum(s.traffic.values()) / len(s.step_seconds) for s in pair if s.traffic)
+    return mean(sum((s.traffic or {}).values()) / len(s.step_seconds) for s in pair)
 
 
 def _mb(size: float | None) -> float | None:

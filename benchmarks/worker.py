@@ -76,10 +76,11 @@ def _build_step(spec: RunSpec) -> Callable[[torch.Tensor, torch.Tensor], torch.T
 
 
 def _traffic_reader(system: str) -> Callable[[], object] | None:
-    """zcompile's own byte counters, for the systems that have them."""
+    """The byte counters of zcompile itself, for the systems that have them."""
     if not system.startswith("zero-"):
         return None
-    return importlib.import_module("zcompile").traffic
+    read: Callable[[], object] = importlib.import_module("zcompile").traffic
+    return read
 
 
 def _one_line(error: BaseException) -> str:
