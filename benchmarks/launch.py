@@ -11,6 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 RANKS = 2
 WIRE = "wire"  # name of the run that exchanges blocks and trains nothing
@@ -44,7 +45,7 @@ def result_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
 
 
-def run(spec: RunSpec, timeout: float, logs: Path | None) -> list[dict]:
+def run(spec: RunSpec, timeout: float, logs: Path | None) -> list[dict[str, Any]]:
     """The ranks' samples, as dicts in rank order.
 
     `timeout` is in seconds. With `logs`, each rank's output is kept in that folder.
@@ -69,7 +70,7 @@ def run(spec: RunSpec, timeout: float, logs: Path | None) -> list[dict]:
         ]
 
 
-def _start(spec: RunSpec, rank: int, folder: Path, log: Path) -> subprocess.Popen:
+def _start(spec: RunSpec, rank: int, folder: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start one rank, in a session of its own so that its children can be ended with it."""
     environment = {
         **os.environ,
@@ -90,7 +91,7 @@ def _start(spec: RunSpec, rank: int, folder: Path, log: Path) -> subprocess.Pope
         )
 
 
-def _wait(processes: list[subprocess.Popen], deadline: float) -> bool:
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
     """Wait until all have ended, or one has failed; False if the deadline came first."""
     failing = False
     while time.monotonic() < deadline:
@@ -103,7 +104,7 @@ def _wait(processes: list[subprocess.Popen], deadline: float) -> bool:
     return failing
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a rank and the children it started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

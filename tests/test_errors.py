@@ -1,0 +1,121 @@
+"""Bad input gets an error that names the value, the limit and the remedy."""
+
+import pytest
+import torch
+from parity import options
+from torch import nn
+
+import zcompile
+from zcompile import OptionError, ZeroError
+
+
+def test_a_misspelt_option_names_the_nearest(ranks):
+    model = torch.compile(nn.Linear(4, 4), backend="zero", options={"sage": 3})
+    with pytest.raises(Exception, match="unknown option 'sage'; did you mean 'stage'"):
+        model(torch.ones(2, 4))
+
+
+def test_a_stage_outside_the_range_names_the_limit():
+    with pytest.raises(OptionError, match=r"option 'stage' = 4: .*less than or equal to 3"):
+        zcompile.shard(nn.Linear(2, 2), stage=4)
+
+
+def test_something_else_than_a_module_is_refused():
+    with pytest.raises(ZeroError, match=r"needs a torch\.nn\.Module, got dict"):
+        zcompile.shard({"weight": torch.ones(2)})
+
+
+def test_a_mesh_that_leaves_a_rank_out_is_refused(ranks):
+    texts = ranks(_rank_outside)
+    assert "rank 1 is not in the mesh [0]" in texts[1]
+
+
+def _rank_outside(rank, world):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0])
+    if rank == 0:
+        return ""
+    with pytest.raises(ZeroError) as caught:
+        zcompile.shard(nn.Linear(2, 2), mesh=mesh)
+    return str(caught.value)
+
+
+def _two_dimensions(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ZeroError, match=r"2 dimensions \(2, 1\).*Pass the data-parallel one"):
+        zcompile.shard(nn.Linear(2, 2), mesh=mesh)
+    model = zcompile.shard(nn.Linear(64, 64), mesh=mesh["dp"], persistence_threshold=0)
+    assert tuple(model.weight.to_local().shape) == (32, 64)
+
+
+def test_a_mesh_of_two_dimensions_is_refused_and_its_part_works(ranks):
+    ranks(_two_dimensions)
+
+
+def _replaced(rank, world):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    compiled = torch.compile(model, backend="zero", options=options(3))
+    compiled(torch.ones(2, 8))
+    model[1].weight = nn.Parameter(torch.ones(4, 8))
+    with pytest.raises(ZeroError, match=r"'1\.weight' was sharded as \(8, 8\) and is now \(4, 8\)"):
+        compiled(torch.ones(2, 8))
+
+
+def test_a_parameter_of_another_shape_after_sharding_is_named(ranks):
+    ranks(_replaced)
+
+
+class Clamps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return self.inner(x)
+
+
+def _writes(rank, world):
+    compiled = torch.compile(Clamps(), backend="zero", options=options(3))
+    compiled(torch.ones(2, 8))
+    with pytest.raises(Exception, match=r"writes into parameter 'inner\.weight' in place"):
+        compiled(torch.ones(2, 8))
+
+
+def test_a_write_into_a_gathered_parameter_is_refused_not_lost(ranks):
+    ranks(_writes)
+
+
+def _state_dicts(rank, world):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
+    model = zcompile.shard(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3)), persistence_threshold=0)
+    model.load_state_dict(plain.state_dict())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), plain.get_parameter(name), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"1\.bias\""):
+        model.load_state_dict({k: v for k, v in plain.state_dict().items() if k != "1.bias"})
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict({**plain.state_dict(), "0.weight": torch.ones(5, 8)})
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"2\.weight\""):
+        model.load_state_dict({**plain.state_dict(), "2.weight": torch.ones(1)})
+
+
+def test_a_whole_state_dict_loads_and_strict_errors_read_as_pytorchs(ranks):
+    ranks(_state_dicts, world=3)
+
+
+def test_nothing_that_initialises_a_meta_tensor_is_named():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.empty(4, 4))
+
+    with torch.device("meta"):
+        model = Bare()
+    with pytest.raises(ZeroError, match=r"table is on meta and Bare has no reset_parameters"):
+        zcompile.shard(model)

@@ -1,0 +1,148 @@
+"""Options: defaults, spellings, and the text of every refusal."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from zcompile.backend import zero
+from zcompile.errors import OptionError
+from zcompile.options import Options
+
+
+def refusal(**options):
+    with pytest.raises(OptionError) as error:
+        Options.parse(options)
+    assert isinstance(error.value, ValueError), "so that `except ValueError` catches it"
+    return str(error.value)
+
+
+KNOWN = "Known options: " + ", ".join(sorted(Options.model_fields)) + "."
+
+
+def test_defaults():
+    options = Options.parse(None)
+    assert options == Options.parse({}) == Options()
+    assert (options.stage, options.prefetch, options.engine) == (3, 1, "inductor")
+    assert options.bucket_bytes == 32 * 2**20
+    assert options.param_dtype is None
+    assert options.disable == ()
+
+
+def test_options_are_passed_through():
+    options = Options(stage=1)
+    assert Options.parse(options) is options
+
+
+def test_a_record_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        Options().stage = 1
+
+
+@pytest.mark.parametrize(
+    ("spelling", "dtype"),
+    [
+        ("bf16", torch.bfloat16),
+        ("bfloat16", torch.bfloat16),
+        ("torch.bfloat16", torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        ("fp16", torch.float16),
+        ("half", torch.float16),
+        ("fp32", torch.float32),
+        ("float64", torch.float64),
+        (None, None),
+    ],
+)
+def test_dtypes_by_any_spelling(spelling, dtype):
+    options = Options.parse({"param_dtype": spelling, "reduce_dtype": spelling})
+    assert options.param_dtype is dtype
+    assert options.reduce_dtype is dtype
+
+
+def test_an_unknown_option_is_told_the_nearest_name():
+    assert refusal(stge=2) == f"unknown option 'stge'; did you mean 'stage'? {KNOWN}"
+    assert refusal(bucket_byte=2).startswith(
+        "unknown option 'bucket_byte'; did you mean 'bucket_bytes'? Known options: "
+    )
+
+
+def test_an_unknown_option_that_is_near_to_none():
+    assert refusal(quux=2) == f"unknown option 'quux'. {KNOWN}"
+
+
+def test_a_stage_out_of_range():
+    about = Options.model_fields["stage"].description
+    assert refusal(stage=4) == (
+        f"option 'stage' = 4: Input should be less than or equal to 3. ({about})"
+    )
+    assert refusal(stage=-1) == (
+        f"option 'stage' = -1: Input should be greater than or equal to 0. ({about})"
+    )
+
+
+def test_a_dtype_that_is_none():
+    about = Options.model_fields["param_dtype"].description
+    names = "fp32, float32, fp16, float16, half, bf16, bfloat16, fp64, float64"
+    assert refusal(param_dtype="int8") == (
+        "option 'param_dtype' = 'int8': Value error, 'int8' is not a floating dtype; use one of "
+        f"{names}. ({about})"
+    )
+    assert "torch.int64 is not a floating dtype" in refusal(reduce_dtype=torch.int64)
+
+
+def test_every_wrong_option_is_named():
+    lines = refusal(stage=4, prefetch=-1).split("\n")
+    assert [line.split(":")[0] for line in lines] == ["option 'stage' = 4", "option 'prefetch' = -1"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("engine", "cuda", "Input should be 'inductor' or 'eager'"),
+        ("primitive", "nccl", "Input should be 'auto', 'p2p' or 'native'"),
+        ("bucket_bytes", 0, "Input should be greater than or equal to 1"),
+        ("persistence_threshold", -1, "Input should be greater than or equal to 0"),
+        ("check_timeout", 0, "Input should be greater than 0"),
+        ("disable", "prefetch", "Input should be a valid tuple"),
+        ("stage", "three", "Input should be a valid integer"),
+    ],
+)
+def test_values_out_of_range(option, value, says):
+    assert refusal(**{option: value}).startswith(f"option {option!r} = {value!r}: {says}")
+
+
+def test_dump_can_be_given_by_the_environment(monkeypatch):
+    monkeypatch.delenv("ZCOMPILE_DUMP", raising=False)
+    assert Options.parse({}).dump is None
+    monkeypatch.setenv("ZCOMPILE_DUMP", "/there")
+    assert Options.parse({}).dump == "/there"
+    assert Options.parse({"dump": "/here"}).dump == "/here"
+    monkeypatch.setenv("ZCOMPILE_DUMP", "")
+    assert Options.parse({}).dump is None
+
+
+# Through the backend
+
+
+def graph():
+    gm = torch.fx.symbolic_trace(torch.nn.Identity())
+    return gm, [torch.zeros(1)]
+
+
+@pytest.mark.parametrize("name", ["partition", "residency", "bucket", "release", "lower", "none"])
+def test_a_pass_that_cannot_be_disabled(name):
+    with pytest.raises(OptionError) as error:
+        zero(*graph(), options={"disable": (name,)})
+    assert str(error.value) == (
+        f"pass {name!r} cannot be disabled; optional ones: ('prefetch',)"
+    )
+
+
+def test_the_backend_refuses_an_unknown_option():
+    with pytest.raises(OptionError, match="unknown option 'prefetsch'; did you mean 'prefetch'"):
+        zero(*graph(), options={"prefetsch": 2})
+
+
+def test_torch_compile_shows_the_refusal():
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="zero", options={"stage": 4})
+    with pytest.raises(Exception, match="option 'stage' = 4: Input should be less than or equal"):
+        compiled(torch.zeros(1, 2))
