@@ -7,10 +7,11 @@ import typing
 
 import pytest
 import torch
-import zcompile.backend
 from parity import check, close, compare_gradients, compare_state, options, sgd
 from torch import nn
 from torch.nn import functional as F
+
+import zcompile.backend
 
 
 def numbers(seed, *shape):

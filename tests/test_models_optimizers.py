@@ -212,7 +212,7 @@ def scheduled(rank, world):
             )
             for _, (optimizer,) in twins.both()
         ]
-        twins.steps(4, after=lambda: [s.step() for s in schedulers])
+        twins.steps(4, after=lambda each=schedulers: [s.step() for s in each])
         twins.compare()
         rates = [g["lr"] for g in twins.ours[0].param_groups]
         assert rates == [g["lr"] for g in twins.theirs[0].param_groups] and rates[0] != 0.05

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-import zcompile
 from parity import check, close, compare_gradients, compare_state, options, sgd
 from torch import nn
 from torch.nn import functional as F
+
+import zcompile
 
 
 def numbers(seed, *shape):

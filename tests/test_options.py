@@ -91,7 +91,10 @@ def test_a_dtype_that_is_none():
 
 def test_every_wrong_option_is_named():
     lines = refusal(stage=4, prefetch=-1).split("\n")
-    assert [line.split(":")[0] for line in lines] == ["option 'stage' = 4", "option 'prefetch' = -1"]
+    assert [line.split(":")[0] for line in lines] == [
+        "option 'stage' = 4",
+        "option 'prefetch' = -1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,9 +135,7 @@ def graph():
 def test_a_pass_that_cannot_be_disabled(name):
     with pytest.raises(OptionError) as error:
         zero(*graph(), options={"disable": (name,)})
-    assert str(error.value) == (
-        f"pass {name!r} cannot be disabled; optional ones: ('prefetch',)"
-    )
+    assert str(error.value) == (f"pass {name!r} cannot be disabled; optional ones: ('prefetch',)")
 
 
 def test_the_backend_refuses_an_unknown_option():

@@ -1,9 +1,9 @@
 """Tiny graphs for pass tests: building, printing, and running them on ranks that are threads.
 
-    g = Graph(world=3)
-    w = g.shard("w", 5, 4)                  # this rank's rows of a (5, 4) parameter
-    g.out(g.mm(x, g.unshard(w, 5)))
-    text(Bucket(1024, 3, 0)(g.module()))    # one line per node
+g = Graph(world=3)
+w = g.shard("w", 5, 4)                  # this rank's rows of a (5, 4) parameter
+g.out(g.mm(x, g.unshard(w, 5)))
+text(Bucket(1024, 3, 0)(g.module()))    # one line per node
 """
 
 from __future__ import annotations
@@ -245,18 +245,14 @@ class _Rank(fx.Interpreter):
         wire = [collectives.wire_dtype(g.dtype, reduce_dtype) for g in grads]
         received = [self.parts(g.to(d))[1:] for g, d in zip(grads, wire)]
         empty = [g[slice(*self.owned(g.shape[0]))].to(d)[None][:0] for g, d in zip(grads, wire)]
-        return self.later(
-            key, [torch.stack(r) if r else e for r, e in zip(received, empty)]
-        )
+        return self.later(key, [torch.stack(r) if r else e for r, e in zip(received, empty)])
 
     def do_reduce_finish(
         self, grads: Any, received: Any, dtype: Any, reduce_dtype: Any, group: str, key: str
     ) -> list[Tensor]:
         self.fills.pop(key)()
         own = [g[slice(*self.owned(g.shape[0]))] for g in grads]
-        return [
-            collectives.mean_of_parts(o, r, reduce_dtype, dtype) for o, r in zip(own, received)
-        ]
+        return [collectives.mean_of_parts(o, r, reduce_dtype, dtype) for o, r in zip(own, received)]
 
     def do_all_reduce_start(self, grads: Any, reduce_dtype: Any, group: str, key: str) -> Tensor:
         total = self.sum(collectives.flatten(grads, reduce_dtype))

@@ -4,9 +4,9 @@ import pytest
 import torch
 from builders import BF16, F32, F64, Graph, aten, body, rows_of, same, simulate, targets, text
 
+from zcompile.dialect import ALL_REDUCE_START, GATHER_START, REDUCE_START
 from zcompile.passes import Bucket, verify
 from zcompile.passes.graph import calls
-from zcompile.dialect import ALL_REDUCE_START, GATHER_START, REDUCE_START
 
 BIG = 10**6
 
@@ -35,7 +35,9 @@ def test_gathers_are_merged_and_awaited_where_the_first_is_used():
     x, a, b = g.input("x", 2, 5), g.shard("a", 5, 4), g.shard("b", 4, 3)
     wa, wb = g.unshard(a, 5), g.unshard(b, 4)
     gm = g.out(g.mm(g.mm(g.neg(x), wa), wb))
-    same(text(bucketed(gm, world=3)), """
+    same(
+        text(bucketed(gm, world=3)),
+        """
     x: f32[2,5]
     a: f32[2,4]
     b: f32[2,3]
@@ -47,14 +49,17 @@ def test_gathers_are_merged_and_awaited_where_the_first_is_used():
     mm: f32[2,4] = aten.mm(neg, item)
     mm_1: f32[2,3] = aten.mm(mm, item_1)
     return [mm_1]
-    """)
+    """,
+    )
 
 
 def test_reductions_are_merged_where_the_last_gradient_is_there():
     g = Graph(world=3)
     x, y = g.input("x", 5, 2), g.input("y", 4, 3)
     gm = g.out(g.reduce(g.neg(x), "a"), g.neg(y), g.reduce(g.neg(y), "b"))
-    same(text(bucketed(gm, world=3)), """
+    same(
+        text(bucketed(gm, world=3)),
+        """
     x: f32[5,2]
     y: f32[4,3]
     neg: f32[5,2] = aten.neg(x)
@@ -67,20 +72,24 @@ def test_reductions_are_merged_where_the_last_gradient_is_there():
     item_2: f32[2,2] = reduce_finish[0]
     item_3: f32[2,3] = reduce_finish[1]
     return [item_2,neg_1,item_3]
-    """)
+    """,
+    )
 
 
 def test_a_rank_past_the_end_reduces_into_empty_rows():
     g = Graph(world=3, rank=2)
     gm = g.out(g.reduce(g.neg(g.input("x", 2, 4)), "a"))
-    same(body(bucketed(gm, world=3, rank=2)), """
+    same(
+        body(bucketed(gm, world=3, rank=2)),
+        """
     neg: f32[2,4] = aten.neg(x)
     reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0')
     item: f32[2,0,4] = reduce_start[0]
     reduce_finish = zero.reduce_finish([neg], [item], f32, f32, 'g', 'reduce.0')
     item_1: f32[0,4] = reduce_finish[0]
     return [item_1]
-    """)
+    """,
+    )
 
 
 def test_replicated_gradients_are_merged_apart_from_sharded_ones():
@@ -94,7 +103,9 @@ def test_replicated_gradients_are_merged_apart_from_sharded_ones():
     gm = bucketed(gm)
     assert buckets(gm, ALL_REDUCE_START) == [["a", "c"]]
     assert buckets(gm, REDUCE_START) == [["b", "d"]]
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     neg: f32[4] = aten.neg(x)
     neg_1: f32[4] = aten.neg(x)
     neg_2: f32[4] = aten.neg(x)
@@ -110,7 +121,8 @@ def test_replicated_gradients_are_merged_apart_from_sharded_ones():
     item_2: f32[2] = reduce_finish[0]
     item_3: f32[2] = reduce_finish[1]
     return [item_4,item_2,item_5,item_3]
-    """)
+    """,  # noqa: E501
+    )
 
 
 def test_the_size_limit_counts_whole_parameters():
@@ -173,7 +185,9 @@ def test_groups_are_not_mixed():
 def test_buckets_follow_the_order_of_use_not_of_definition():
     gm = bucketed(chain(4, 4, 4, 4, order=[2, 0, 3, 1]), 128)
     assert buckets(gm) == [["w2", "w0"], ["w3", "w1"]]
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     gather_start = zero.gather_start([w2,w0], [4,4], f32, 'g', 'gather.0')
     item: f32[4,4] = gather_start[0]
     item_1: f32[4,4] = gather_start[1]
@@ -187,7 +201,8 @@ def test_buckets_follow_the_order_of_use_not_of_definition():
     neg_2: f32[4,4] = aten.neg(item_2)
     neg_3: f32[4,4] = aten.neg(item_3)
     return [neg,neg_1,neg_2,neg_3]
-    """)
+    """,
+    )
 
 
 def test_a_shard_that_is_made_late_waits_for_the_next_bucket():
@@ -198,7 +213,9 @@ def test_a_shard_that_is_made_late_waits_for_the_next_bucket():
     wb = g.unshard(g.neg(b), 4, of="b")
     gm = bucketed(g.out(first, g.neg(wb)))
     assert buckets(gm) == [["a"], ["b"]]
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     gather_start = zero.gather_start([a], [4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
     zero.wait_([item], [a], 'g', 'gather.0')
@@ -209,7 +226,8 @@ def test_a_shard_that_is_made_late_waits_for_the_next_bucket():
     zero.wait_([item_1], [neg_1], 'g', 'gather.1')
     neg_2: f32[4] = aten.neg(item_1)
     return [neg,neg_2]
-    """)
+    """,
+    )
 
 
 def test_views_that_change_nothing_are_skipped():
@@ -219,7 +237,9 @@ def test_views_that_change_nothing_are_skipped():
     # What `to_local` leaves behind, after the bucket's first use: the shard itself is ready.
     late = g.call(aten.view.default, b, [2, 2])
     gm = bucketed(g.out(first, g.neg(g.unshard(late, 4, of="b"))))
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     gather_start = zero.gather_start([a,b], [4,4], f32, 'g', 'gather.0')
     item: f32[4,2] = gather_start[0]
     item_1: f32[4,2] = gather_start[1]
@@ -227,7 +247,8 @@ def test_views_that_change_nothing_are_skipped():
     neg: f32[4,2] = aten.neg(item)
     neg_1: f32[4,2] = aten.neg(item_1)
     return [neg,neg_1]
-    """)
+    """,
+    )
 
 
 def test_a_view_that_changes_the_shape_is_kept():
@@ -248,12 +269,15 @@ def test_an_unshard_that_nothing_uses_is_not_gathered():
 def test_a_parameter_that_only_leaves_the_graph_is_gathered_before_the_output():
     g = Graph()
     gm = bucketed(g.out(g.unshard(g.shard("a", 4), 4)))
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     gather_start = zero.gather_start([a], [4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
     zero.wait_([item], [a], 'g', 'gather.0')
     return [item]
-    """)
+    """,
+    )
 
 
 def test_a_reduction_whose_result_is_used_early_splits_its_bucket():
@@ -264,7 +288,9 @@ def test_a_reduction_whose_result_is_used_early_splits_its_bucket():
     gm = g.out(norm, g.reduce(g.neg(x), "b"), g.reduce(g.neg(x), "c"))
     gm = bucketed(gm)
     assert buckets(gm, REDUCE_START) == [["a"], ["b", "c"]]
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     neg: f32[4] = aten.neg(x)
     reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0')
     item: f32[1,2] = reduce_start[0]
@@ -280,7 +306,8 @@ def test_a_reduction_whose_result_is_used_early_splits_its_bucket():
     item_4: f32[2] = reduce_finish_1[0]
     item_5: f32[2] = reduce_finish_1[1]
     return [neg_1,item_4,item_5]
-    """)
+    """,
+    )
 
 
 def test_a_gradient_that_depends_on_a_reduced_one_is_not_in_its_bucket():
@@ -304,13 +331,16 @@ def test_a_reduction_that_nothing_reads_still_runs():
 def test_a_bf16_gradient_travels_as_bf16_and_becomes_fp32():
     g = Graph()
     gm = bucketed(g.out(g.reduce(g.input("x", 4, 3, dtype=BF16), "a", F32, F32)))
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     reduce_start = zero.reduce_start([x], f32, 'g', 'reduce.0')
     item: bf16[1,2,3] = reduce_start[0]
     reduce_finish = zero.reduce_finish([x], [item], f32, f32, 'g', 'reduce.0')
     item_1: f32[2,3] = reduce_finish[0]
     return [item_1]
-    """)
+    """,
+    )
 
 
 def test_a_wide_gradient_travels_in_the_reduction_dtype():

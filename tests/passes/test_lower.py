@@ -32,41 +32,53 @@ def lowered(gm, world, rank=0, native=False, **options):
 def test_with_one_rank_a_gather_is_its_shard():
     g = Graph(1)
     x, w = g.input("x", 2, 4), g.shard("w", 4, 3)
-    same(body(lowered(g.out(g.mm(x, g.unshard(w, 4))), 1)), """
+    same(
+        body(lowered(g.out(g.mm(x, g.unshard(w, 4))), 1)),
+        """
     mm: f32[2,3] = aten.mm(x, w)
     return [mm]
-    """)
+    """,
+    )
 
 
 def test_with_one_rank_a_gather_into_another_dtype_is_a_cast():
     g = Graph(1)
     x, w = g.input("x", 2, 4, dtype=BF16), g.shard("w", 4, 3)
-    same(body(lowered(g.out(g.mm(x, g.unshard(w, 4, BF16))), 1)), """
+    same(
+        body(lowered(g.out(g.mm(x, g.unshard(w, 4, BF16))), 1)),
+        """
     convert_element_type: bf16[4,3] = prims.convert_element_type(w, bf16)
     mm: bf16[2,3] = aten.mm(x, convert_element_type)
     return [mm]
-    """)
+    """,
+    )
 
 
 def test_with_one_rank_a_reduction_is_its_gradient():
     g = Graph(1)
     x = g.input("x", 4)
     gm = g.out(g.reduce(g.neg(x), "a"), g.all_reduce(g.call(aten.exp.default, x), "b"))
-    same(body(lowered(gm, 1)), """
+    same(
+        body(lowered(gm, 1)),
+        """
     neg: f32[4] = aten.neg(x)
     exp: f32[4] = aten.exp(x)
     return [neg,exp]
-    """)
+    """,
+    )
 
 
 def test_with_one_rank_a_bf16_gradient_is_cast():
     g = Graph(1)
     gm = g.out(g.reduce(g.neg(g.input("x", 4, dtype=BF16)), "a"))
-    same(body(lowered(gm, 1)), """
+    same(
+        body(lowered(gm, 1)),
+        """
     neg: bf16[4] = aten.neg(x)
     convert_element_type: f32[4] = prims.convert_element_type(neg, f32)
     return [convert_element_type]
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +111,9 @@ def test_with_one_rank_two_parameters_of_one_gradient_get_two(op, max_bytes):
     """y = x + a + b: the gradients of a and b are one value."""
     g = Graph(1)
     grad = g.neg(g.input("x", 4))
-    gm = lowered(g.out(getattr(g, op)(grad, "a"), getattr(g, op)(grad, "b")), 1, max_bytes=max_bytes)
+    gm = lowered(
+        g.out(getattr(g, op)(grad, "a"), getattr(g, op)(grad, "b")), 1, max_bytes=max_bytes
+    )
     a, b = gm(torch.randn(4))
     assert torch.equal(a, b)
     assert a.data_ptr() != b.data_ptr()
@@ -118,7 +132,9 @@ def test_p2p():
     g = Graph(world=3)
     x, w = g.input("x", 5, 2), g.shard("w", 2, 4)
     gm = g.out(g.mm(x, g.unshard(w, 2)), g.reduce(g.neg(x), "a"), g.all_reduce(g.neg(x), "b"))
-    same(body(lowered(gm, 3, depth=0)), """
+    same(
+        body(lowered(gm, 3, depth=0)),
+        """
     order: u8[1] = zero.order()
     gather_start = zero.gather_start([w], [2], f32, 'g', 'gather.0', order)
     item: f32[2,4] = gather_start[0]
@@ -143,13 +159,16 @@ def test_p2p():
     view_1: f32[5,2] = aten.view(slice_2, [5,2])
     mul_1: f32[5,2] = aten.mul.Tensor(view_1, 0.3333333333333333)
     return [mm,mul,mul_1]
-    """)
+    """,
+    )
 
 
 def test_p2p_bf16_on_the_wire_is_summed_in_fp32():
     g = Graph(world=2)
     gm = g.out(g.reduce(g.neg(g.input("x", 4, dtype=BF16)), "a", F32, F32))
-    same(body(lowered(gm, 2)), """
+    same(
+        body(lowered(gm, 2)),
+        """
     order: u8[1] = zero.order()
     neg: bf16[4] = aten.neg(x)
     reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0', order)
@@ -162,13 +181,16 @@ def test_p2p_bf16_on_the_wire_is_summed_in_fp32():
     add: f32[2] = aten.add.Tensor(convert_element_type, convert_element_type_1)
     mul: f32[2] = aten.mul.Tensor(add, 0.5)
     return [mul]
-    """)
+    """,
+    )
 
 
 def test_p2p_a_wide_gradient_is_cast_before_it_is_sent():
     g = Graph(world=2)
     gm = g.out(g.reduce(g.neg(g.input("x", 4)), "a", F32, BF16))
-    same(body(lowered(gm, 2)), """
+    same(
+        body(lowered(gm, 2)),
+        """
     order: u8[1] = zero.order()
     neg: f32[4] = aten.neg(x)
     convert_element_type: bf16[4] = prims.convert_element_type(neg, bf16)
@@ -181,7 +203,8 @@ def test_p2p_a_wide_gradient_is_cast_before_it_is_sent():
     mul: bf16[2] = aten.mul.Tensor(add, 0.5)
     convert_element_type_1: f32[2] = prims.convert_element_type(mul, f32)
     return [convert_element_type_1]
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, "0, 2"), (1, "2, 4"), (2, "4, 5")])
@@ -198,7 +221,9 @@ def test_native():
     g = Graph(world=3)
     x, w = g.input("x", 5, 2), g.shard("w", 2, 4)
     gm = g.out(g.mm(x, g.unshard(w, 2)), g.reduce(g.neg(x), "a"), g.all_reduce(g.neg(x), "b"))
-    same(body(lowered(gm, 3, native=True, depth=0)), """
+    same(
+        body(lowered(gm, 3, native=True, depth=0)),
+        """
     view: f32[4] = aten.view(w, [-1])
     all_gather_into_tensor: f32[12] = _c10d_functional.all_gather_into_tensor(view, 3, 'pg')
     wait_tensor: f32[12] = _c10d_functional.wait_tensor(all_gather_into_tensor)
@@ -227,7 +252,8 @@ def test_native():
     view_9: f32[5,2] = aten.view(slice_4, [5,2])
     mul_1: f32[5,2] = aten.mul.Tensor(view_9, 0.3333333333333333)
     return [mm,mul,mul_1]
-    """)
+    """,
+    )
 
 
 def flats(gm, name):
@@ -283,12 +309,15 @@ def test_a_replicated_parameter_is_cast_or_itself(world):
     g = Graph(world)
     p, q = g.input("p", 4), g.input("q", 4)
     gm = g.out(g.neg(g.replicate(p)), g.neg(g.replicate(q, BF16)))
-    same(body(lowered(gm, world)), """
+    same(
+        body(lowered(gm, world)),
+        """
     neg: f32[4] = aten.neg(p)
     convert_element_type: bf16[4] = prims.convert_element_type(q, bf16)
     neg_1: bf16[4] = aten.neg(convert_element_type)
     return [neg,neg_1]
-    """)
+    """,
+    )
 
 
 # Values: ranks are threads, what a collective brings is NaN until it was awaited

@@ -53,7 +53,9 @@ def test_reads_of_one_parameter_become_one():
     x, w = g.input("x"), g.input("w")
     h = g.use(x, g.read(w))
     gm = g.out(g.use(h, g.read(w)))
-    same(partitioned(gm), """
+    same(
+        partitioned(gm),
+        """
     x
     w
     to_local = .to_local(w)
@@ -61,7 +63,8 @@ def test_reads_of_one_parameter_become_one():
     add = add(x, unshard)
     add_1 = add(add, unshard)
     return [add_1]
-    """)
+    """,
+    )
 
 
 def test_parameters_stay_apart():
@@ -91,12 +94,15 @@ def test_a_read_of_the_shard_itself_is_a_read_of_the_parameter():
     g = Recorded()
     w = g.input("w")
     gm = g.out(g.use(g.read(w, local=False), g.read(w)))
-    same(partitioned(gm), """
+    same(
+        partitioned(gm),
+        """
     w
     unshard: f32[4,4] = unshard(w, 4, f32, f32, 'g', 'w')
     add = add(unshard, unshard)
     return [add]
-    """)
+    """,
+    )
 
 
 def test_reads_under_no_grad_stay_apart():
@@ -107,7 +113,9 @@ def test_reads_under_no_grad_stay_apart():
     quiet = g.use(g.read(w), g.read(w))
     g.grad_mode(True)
     gm = g.out(g.use(first, g.read(w)), quiet)
-    same(partitioned(gm), """
+    same(
+        partitioned(gm),
+        """
     w
     to_local = .to_local(w)
     unshard: f32[4,4] = unshard(to_local, 4, f32, f32, 'g', 'w')
@@ -118,7 +126,8 @@ def test_reads_under_no_grad_stay_apart():
     _set_grad_enabled(True)
     add_1 = add(unshard, unshard)
     return [add_1,add]
-    """)
+    """,
+    )
 
 
 def test_a_first_read_under_no_grad_does_not_serve_later_ones():
@@ -139,11 +148,14 @@ def test_an_unused_to_local_is_removed_and_a_used_one_kept():
     g.graph.call_method("to_local", (w,))
     kept = g.graph.call_method("to_local", (w,))
     gm = g.out(kept)
-    same(partitioned(gm), """
+    same(
+        partitioned(gm),
+        """
     w
     to_local_1 = .to_local(w)
     return [to_local_1]
-    """)
+    """,
+    )
 
 
 def wrapped(op: Any, *, reads: bool) -> fx.GraphModule:
@@ -164,13 +176,16 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 def test_reads_in_a_checkpointed_body_become_one():
     gm = Partition()(wrapped(CHECKPOINT, reads=True))
-    same(text(gm.body), """
+    same(
+        text(gm.body),
+        """
     w
     to_local = .to_local(w)
     unshard: f32[4,4] = unshard(to_local, 4, f32, f32, 'g', 'w')
     add = add(unshard, unshard)
     return [add]
-    """)
+    """,
+    )
 
 
 def test_a_read_in_a_branch_is_refused():

@@ -49,7 +49,9 @@ def prefetched(gm, depth):
 
 
 def test_gathers_are_issued_one_bucket_ahead():
-    same(body(prefetched(in_turn(3), 1)), """
+    same(
+        body(prefetched(in_turn(3), 1)),
+        """
     gather_start = zero.gather_start([w0], [4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
     zero.wait_([item], [w0], 'g', 'gather.0')
@@ -63,7 +65,8 @@ def test_gathers_are_issued_one_bucket_ahead():
     zero.wait_([item_2], [w2], 'g', 'gather.2')
     neg_2: f32[4] = aten.neg(item_2)
     return [neg,neg_1,neg_2]
-    """)
+    """,
+    )
 
 
 def test_depth_0_issues_at_the_use():
@@ -123,7 +126,9 @@ def test_gathers_behind_a_late_one_keep_their_order():
 
 
 def test_reductions_are_awaited_one_bucket_late():
-    same(body(prefetched(reductions(3), 1)), """
+    same(
+        body(prefetched(reductions(3), 1)),
+        """
     neg: f32[4] = aten.neg(x)
     reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0')
     item: f32[1,2] = reduce_start[0]
@@ -140,7 +145,8 @@ def test_reductions_are_awaited_one_bucket_late():
     reduce_finish_2 = zero.reduce_finish([neg_2], [item_4], f32, f32, 'g', 'reduce.2')
     item_5: f32[2] = reduce_finish_2[0]
     return [item_1,item_3,item_5]
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize("op", ["reduce", "all_reduce"])

@@ -30,7 +30,9 @@ def test_a_bucket_is_released_behind_its_last_use():
     wa, wb = g.unshard(a, 4), g.unshard(b, 4)
     x = g.call(aten.add.Tensor, wa, wb)
     y = g.neg(wa)
-    same(body(released(g.out(g.neg(x), y, g.neg(y)))), """
+    same(
+        body(released(g.out(g.neg(x), y, g.neg(y)))),
+        """
     gather_start = zero.gather_start([a,b], [4,4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
     item_1: f32[4] = gather_start[1]
@@ -41,14 +43,17 @@ def test_a_bucket_is_released_behind_its_last_use():
     neg_1: f32[4] = aten.neg(add_tensor)
     neg_2: f32[4] = aten.neg(neg)
     return [neg_1,neg,neg_2]
-    """)
+    """,
+    )
 
 
 def test_each_bucket_has_a_mark_of_its_own():
     g = Graph()
     a, b = g.shard("a", 4), g.shard("b", 4)
     gm = g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4)))
-    same(body(released(gm, ONE)), """
+    same(
+        body(released(gm, ONE)),
+        """
     gather_start = zero.gather_start([a], [4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
     zero.wait_([item], [a], 'g', 'gather.0')
@@ -60,7 +65,8 @@ def test_each_bucket_has_a_mark_of_its_own():
     neg_1: f32[4] = aten.neg(item_1)
     zero.release([item_1], 'gather.1')
     return [neg,neg_1]
-    """)
+    """,
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +155,9 @@ def test_marks_stay_behind_the_wait_when_gathers_are_prefetched():
     gm = Bucket(ONE, 2, 0)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
     gm = Release()(Prefetch(1)(gm))
     verify(gm, "release")
-    same(body(gm), """
+    same(
+        body(gm),
+        """
     gather_start = zero.gather_start([a], [4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
     zero.wait_([item], [a], 'g', 'gather.0')
@@ -161,4 +169,5 @@ def test_marks_stay_behind_the_wait_when_gathers_are_prefetched():
     neg_1: f32[4] = aten.neg(item_1)
     zero.release([item_1], 'gather.1')
     return [neg,neg_1]
-    """)
+    """,
+    )

@@ -220,7 +220,7 @@ def test_a_gather_with_too_few_row_counts():
     gm = valid(1)
     node = calls(gm.graph, GATHER_START)[0]
     node.args = (node.args[0], [], *node.args[2:])
-    with pytest.raises(GraphError, match="has 1 shards and 0 row counts$"):
+    with pytest.raises(GraphError, match=r"has 1 shards and 0 row counts$"):
         verify(gm, "mine")
 
 
