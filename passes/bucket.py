@@ -90,7 +90,10 @@ class Bucket:
             used = [position[first_user(n, position)] for n in bucket if n.users]
             return position[node] < min(used, default=len(position))
 
-        return self._pack(calls(graph, target), lambda n: n.args[1:4], fits)
+        def kind(node: fx.Node) -> Any:
+            return (*node.args[1:4], node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
+
+        return self._pack(calls(graph, target), kind, fits)
 
     def _pack(
         self,

@@ -40,16 +40,18 @@ def is_view(node: fx.Node, of: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return True
     schema = node.target._schema
-    returned: set[str] = set()
-    for result in schema.returns:
-        if result.alias_info is not None:
-            returned |= set(result.alias_info.before_set)
-    if not returned:
+    results = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    if not results:
         return False
+    # A list of views names no set of its own; its source is the argument marked as going anywhere.
+    shared = set[str]().union(*(info.before_set for info in results))
+    lists = any(not info.before_set for info in results)
     for argument, value in zip(schema.arguments, node.args):
         if value is of and argument.alias_info is not None:
-            return bool(returned & set(argument.alias_info.before_set))
-    return True
+            sets = argument.alias_info.before_set
+            if shared & set(sets) or (lists and "*" in argument.alias_info.after_set):
+                return True
+    return False
 
 
 def aliases(node: fx.Node) -> set[fx.Node]:

@@ -13,6 +13,7 @@ graph that differs between ranks: a rank's own rows stand in it as a slice.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -76,7 +77,11 @@ class Lower:
         for finish in calls(graph, REDUCE_FINISH, ALL_REDUCE_FINISH):
             grads, dtype = finish.args[0], finish.args[2]
             results = item_users(finish)
-            news = [self._own(graph, finish, g, dtype) for g in grads]  # type: ignore[union-attr]
+            alone = [grads.count(g) == 1 for g in grads]  # type: ignore[union-attr]
+            news = [
+                self._own(graph, finish, g, dtype, one)
+                for g, one in zip(grads, alone, strict=True)  # type: ignore[arg-type]
+            ]
             _replace(graph, finish, results, news)
         for start in calls(graph, REDUCE_START, ALL_REDUCE_START):
             for item in item_users(start):
@@ -90,11 +95,17 @@ class Lower:
         with graph.inserting_before(before):
             return inline(graph, lambda t: t.to(dtype), [source])[0]
 
-    def _own(self, graph: fx.Graph, before: fx.Node, grad: fx.Node, dtype: Any) -> fx.Node:
+    def _own(
+        self, graph: fx.Graph, before: fx.Node, grad: fx.Node, dtype: Any, alone: bool
+    ) -> fx.Node:
         """A gradient that nothing else holds, since an optimizer or a clip will write into it."""
-        value = grad.meta["val"]
-        shared = len(grad.users) > 2 or any(is_view(grad, n) for n in grad.all_input_nodes)
-        if value.dtype == dtype and (shared or grad.op == "placeholder"):
+        # Its users are the start and the finish of its reduction. An item of a tuple is a value of
+        # its own.
+        alone = alone and len(grad.users) <= 2 and grad.op != "placeholder"
+        view = grad.target is not operator.getitem and any(
+            is_view(grad, n) for n in grad.all_input_nodes
+        )
+        if grad.meta["val"].dtype == dtype and (view or not alone):
             with graph.inserting_before(before):
                 copy = lambda t: t.clone(memory_format=torch.contiguous_format)
                 return inline(graph, copy, [grad])[0]

@@ -71,18 +71,39 @@ class Partition:
             )
 
     def _refuse_branches(self, gm: fx.GraphModule) -> None:
-        for node in gm.graph.nodes:
-            if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        for module in gm.modules():
+            if not isinstance(module, fx.GraphModule):
                 continue
-            if node.target.name() in RUNS_ONCE:
-                continue
-            for body in (a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"):
-                inner = getattr(gm, str(body.target), None)
-                if isinstance(inner, fx.GraphModule) and any(map(is_read, inner.graph.nodes)):
-                    raise GraphError(
+            for node in module.graph.nodes:
+                if not isinstance(node.target, torch._ops.HigherOrderOperator):
+                    continue
+                if node.target.name() not in RUNS_ONCE and any(map(_reads, _bodies(module, node))):
+                    raise BranchError(
                         f"{node.target.name()} reads a sharded parameter inside its body, which "
                         "ranks may run a different number of times. Read it before the branch"
                     )
+
+
+class BranchError(GraphError):
+    """Such a graph can still run operation by operation, where each collective is checked."""
+
+    can_run_eagerly = True
+
+
+def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operation runs."""
+    found = []
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            body = getattr(gm, str(argument.target), None)
+            if isinstance(body, fx.GraphModule):
+                found.append(body)
+    return found
+
+
+def _reads(body: fx.GraphModule) -> bool:
+    inner = (m for m in body.modules() if isinstance(m, fx.GraphModule))
+    return any(is_read(node) for module in inner for node in module.graph.nodes)
 
 
 def is_read(node: fx.Node) -> bool:

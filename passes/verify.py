@@ -93,7 +93,25 @@ def gathered_shapes_are_whole(graph: fx.Graph) -> Iterator[str]:
                 yield f"{node.format_node()} has dtype {value.dtype}, must have {node.args[2]}"
 
 
-def one_unshard_per_source(graph: fx.Graph) -> Iterator[str]:
+def a_wait_covers_its_whole_bucket(graph: fx.Graph) -> Iterator[str]:
+    for start in calls(graph, GATHER_START):
+        wholes = item_users(start)
+        for wait in _finishes(start):
+            if set(wait.args[0]) != set(wholes):  # type: ignore[arg-type]
+                yield f"{wait.format_node()} does not await every parameter of {start.name}"
+
+
+def received_parts_are_read_only_when_complete(graph: fx.Graph) -> Iterator[str]:
+    position = positions(graph)
+    for start in calls(graph, REDUCE_START):
+        (finish,) = _finishes(start)[:1] or (None,)
+        for part in item_users(start):
+            for use in part.users:
+                if finish is not None and position[use] < position[finish]:
+                    yield f"{use.format_node()} reads {part.name} before {finish.format_node()}"
+
+
+def every_shard_has_its_rows(graph: fx.Graph) -> Iterator[str]:
     for start in calls(graph, GATHER_START):
         shards, rows = start.args[0], start.args[1]
         if len(shards) != len(rows):  # type: ignore[arg-type]
@@ -106,7 +124,9 @@ RULES: tuple[Rule, ...] = (
     gathered_values_are_used_after_the_wait,
     nothing_is_used_after_its_release,
     gathered_shapes_are_whole,
-    one_unshard_per_source,
+    a_wait_covers_its_whole_bucket,
+    received_parts_are_read_only_when_complete,
+    every_shard_has_its_rows,
 )
 
 

@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch.distributed as dist
 from harness import Ranks
 
 
@@ -12,3 +13,11 @@ def ranks():
     every = Ranks()
     yield every
     every.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_group_is_left():
+    """A module's tests start in a process that belongs to no world."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

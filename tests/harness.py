@@ -65,7 +65,9 @@ class Pool:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
+    ) -> list[Any]:
         for pipe in self.pipes:
             pipe.send((function, args))
         deadline = time.monotonic() + timeout
@@ -104,9 +106,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, path: list[str])
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
     while True:
         try:
             function, args = pipe.recv()

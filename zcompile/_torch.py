@@ -5,9 +5,12 @@
 | compile_fx, compile_fx_inner, CustomPartitionerFn | Inductor with a pass between AOT and it |
 | aot_autograd, min_cut_rematerialization_partition | the same pipeline without Inductor |
 | _BoxedCodeGen | an interpreted graph that frees its inputs as it goes |
-| OptimizedModule | to tell a compiled wrapper from the user's own modules |
+| OptimizedModule, OptimizeContext | what is being called, and with which backend and options |
+| on_compile_start | the moment before a frame is traced |
+| RestartAnalysis, SkipFrame | Dynamo's control flow, which passes through backends |
 | TracingContext, active_fake_mode | to know that a parameter is read by a tracer |
 | _resolve_process_group, _get_default_store | the group behind a name, the rendezvous store |
+| FakeStore, register_process_group | a dumped graph runs alone |
 | DTensorSpec, TensorMeta | a DTensor around a local shard, with no communication |
 | make_fx, select_decomp_table | tracing arithmetic into a graph as Inductor expects it |
 """
@@ -21,8 +24,11 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.callback import on_compile_start
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -34,15 +40,19 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
+    "COMPILER_CONTROL_FLOW",
     "CheckpointPolicy",
     "CustomPartitionerFn",
     "DTensorSpec",
+    "FakeStore",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
+    "OptimizeContext",
     "OptimizedModule",
     "TensorMeta",
     "TracingContext",
@@ -59,9 +69,16 @@ __all__ = [
     "make_fx",
     "min_cut_rematerialization_partition",
     "no_torch_function",
+    "on_compile_start",
+    "original_backend",
+    "register_process_group",
+    "saved_tensors_first",
     "select_decomp_table",
     "without_autograd_cache",
 ]
+
+# Exceptions by which Dynamo steers itself; a backend must let them pass.
+COMPILER_CONTROL_FLOW = (RestartAnalysis, SkipFrame)
 
 disable_dynamo = torch._dynamo.disable
 no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -87,3 +104,38 @@ def without_autograd_cache() -> Iterator[None]:
 def enclosing_fake_mode(*values: Any) -> FakeTensorMode:
     """The fake mode of the graph that these values come from, or a new one."""
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def original_backend(context: OptimizeContext) -> Any:
+    """The backend that torch.compile was given, with its options, behind Dynamo's wrappers."""
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def saved_tensors_first(
+    forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, outputs: int
+) -> None:
+    """Put what forward saves in the order that AOTAutograd's runtime expects: tensors, then others.
+
+    A saved random state (an RNG operation that is recomputed) is appended behind the device meshes
+    that DTensor parameters save. outputs: how many of forward's outputs are not saved values.
+    """
+    end = next(n for n in forward.graph.nodes if n.op == "output")
+    results = list(end.args[0])
+    saved = results[outputs:]
+    order = sorted(range(len(saved)), key=lambda i: not _is_tensor(saved[i]))
+    if order == list(range(len(saved))):
+        return
+    end.args = ((*results[:outputs], *(saved[i] for i in order)),)
+    forward.recompile()
+    inputs = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
+    behind = inputs[-1].next
+    for index in order:
+        behind.prepend(inputs[index])
+    backward.recompile()
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)

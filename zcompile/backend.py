@@ -3,8 +3,7 @@
     Dynamo graph -> partition -> AOTAutograd joint graph -> residency -> forward and backward
     -> bucket -> prefetch -> release -> (plan) -> lower -> Inductor, or an interpreter
 
-On the first call of a compiled model its parameters are whole; that call shards them and runs
-through the eager dialect ops. Dynamo then sees other parameters and compiles again, for good.
+The model is sharded when it is first called, before it is traced: see first_call.py.
 """
 
 from __future__ import annotations
@@ -18,23 +17,26 @@ from torch import fx, nn
 
 from zcompile import comm
 from zcompile._torch import (
+    COMPILER_CONTROL_FLOW,
     CustomPartitionerFn,
     _BoxedCodeGen,
     aot_autograd,
     compile_fx,
     compile_fx_inner,
     min_cut_rematerialization_partition,
+    saved_tensors_first,
     without_autograd_cache,
 )
 from zcompile.control import fingerprint
 from zcompile.dump import Dump
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
+from zcompile.first_call import FirstCall, watch
 from zcompile.options import Options
-from zcompile.parameter import ZeroParameter, gathers_expected
+from zcompile.parameter import ZeroParameter
 from zcompile.passes import Bucket, Lower, Partition, Prefetch, Release, Residency, verify
 from zcompile.pipeline import Pass, describe, run
 from zcompile.schedule.plan import Plan, plan_of
-from zcompile.sharding import is_sharded, owners_root, shard, warn_unowned
+from zcompile.sharding import is_sharded, owners_root, warn_unowned
 
 OPTIONAL = ("prefetch",)
 
@@ -63,31 +65,6 @@ def zero(
     return compile_graph(gm, example_inputs, chosen)
 
 
-class FirstCall:
-    """Shards the model that a graph's whole parameters belong to, then runs the graph as it is."""
-
-    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
-        self.gm, self.options = gm, options
-
-    def __call__(self, *args: Any) -> Any:
-        whole = [a for a in args if isinstance(a, nn.Parameter) and not is_sharded(a)]
-        places: dict[int, tuple[nn.Module, str]] = {}
-        for root in owners_root(whole):
-            for module in root.modules():
-                for name, param in module._parameters.items():
-                    places.setdefault(id(param), (module, name))
-            shard(root, self.options)
-
-        def now(value: Any) -> Any:
-            if isinstance(value, nn.Parameter) and id(value) in places:
-                module, name = places[id(value)]
-                return module._parameters[name]
-            return value
-
-        with gathers_expected():
-            return self.gm(*map(now, args))
-
-
 def compile_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
@@ -106,6 +83,8 @@ def compile_graph(
         if not getattr(error, "can_run_eagerly", False):
             raise
         reason: Exception = error
+    except COMPILER_CONTROL_FLOW:
+        raise
     except Exception as error:
         reason = error
     warnings.warn(
@@ -136,12 +115,11 @@ class Build:
         """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
         assert self.group is not None
         world, rank, native = self.group.world, self.group.rank, self.group.native
-        pg = self.group.pg.group_name if native and self.group.pg is not None else ""
         pipeline: list[Pass] = [
             Bucket(self.options.bucket_bytes, world, rank),
             Prefetch(self.options.prefetch),
             Release(),
-            Lower(world, rank, native, pg),
+            Lower(world, rank, native, self.group.pg_name if native else ""),
         ]
         return [each for each in pipeline if each.name not in self.options.disable]
 
@@ -158,7 +136,9 @@ class Build:
         if self.dump is not None:
             self.dump.prefix = "joint"
         joint = self.run(joint, [self.residency()])
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
+        return forward, backward
 
     def schedule(self, gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, Plan | None]:
         """Passes and plan of a forward, backward or inference graph."""
@@ -269,5 +249,7 @@ def _direction(kwargs: Mapping[str, Any]) -> str:
         return "backward"
     return "inference" if kwargs.get("is_inference") else "forward"
 
+
+watch(zero)
 
 __all__ = ["zero"]

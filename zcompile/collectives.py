@@ -46,7 +46,7 @@ def native_gathered(flat: torch.Tensor, shapes: Sequence[Shape], world: int) -> 
 def native_reduce(
     grads: Sequence[torch.Tensor], reduce_dtype: torch.dtype, world: int, pg: str
 ) -> torch.Tensor:
-    """Issue a reduce-scatter (sum) of one flat padded buffer. -> (sum of chunk sizes,), in flight"""
+    """Issue a reduce-scatter (sum) of one flat padded buffer. -> (sum of chunks,), in flight"""
     parts = []
     for grad in grads:
         missing = chunk_rows(grad.shape[0], world) * world - grad.shape[0]

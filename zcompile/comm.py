@@ -44,7 +44,8 @@ class Group:
     """The data-parallel ranks, under the name that stands for them in graphs.
 
     A group without a process group exists on paper: its collectives move nothing. Graph tests
-    and dry runs use it for worlds that do not exist.
+    and dry runs use it for worlds that do not exist. native: the backend's own collectives carry
+    ours, and `pg_name` is how they know the process group.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Group:
     pg: dist.ProcessGroup | None = None
     native: bool = False
     control: Control | None = None
+    pg_name: str = ""
 
     def owned(self, rows: int, rank: int | None = None) -> tuple[int, int]:
         return owned_rows(rows, self.world, self.rank if rank is None else rank)

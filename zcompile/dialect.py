@@ -4,8 +4,8 @@ Two levels, each executable as it stands (a graph break, an eager region or a du
 
 | level | op | meaning |
 |---|---|---|
-| parameter | unshard | shard -> whole parameter, in the compute dtype; its gradient is reduce_grad |
-| | replicate | replicated parameter -> compute dtype; its gradient is all_reduce_grad |
+| parameter | unshard | shard -> whole parameter in the compute dtype; gradient: reduce_grad |
+| | replicate | replicated parameter -> compute dtype; gradient: all_reduce_grad |
 | | reduce_grad | whole gradient -> this rank's rows of its mean |
 | | all_reduce_grad | gradient of a replicated parameter -> its mean |
 | bucket | gather_start, wait_ | all-gather of several parameters, issued and awaited |
@@ -87,8 +87,7 @@ def _unshard(
     _agree(where, "all-gather", name, (rows, *shard.shape[1:]), dtype)
     if where.native and where.pg is not None:
         shape = [rows, *shard.shape[1:]]
-        pg = where.pg.group_name
-        flat = collectives.native_gather([shard], [shape], dtype, where.world, pg)
+        flat = collectives.native_gather([shard], [shape], dtype, where.world, where.pg_name)
         comm.count("gather", flat.nbytes // where.world * (where.world - 1))
         return collectives.native_gathered(flat, [shape], where.world)[0]
     fulls = comm.gather_start([shard], [rows], dtype, where, _ALONE)
@@ -120,8 +119,7 @@ def _reduce_grad(
     grad = grad.to(collectives.wire_dtype(grad.dtype, reduce_dtype)).contiguous()
     first, last = where.owned(grad.shape[0])
     if where.native and where.pg is not None:
-        pg = where.pg.group_name
-        flat = collectives.native_reduce([grad], reduce_dtype, where.world, pg)
+        flat = collectives.native_reduce([grad], reduce_dtype, where.world, where.pg_name)
         comm.count("reduce", flat.nbytes * (where.world - 1))
         return collectives.native_reduced(flat, [grad.shape], [last - first], dtype, where.world)[0]
     received = comm.reduce_start([grad], where, _ALONE)

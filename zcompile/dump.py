@@ -14,12 +14,18 @@ that move nothing.
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from zcompile.comm import Group
+from zcompile import comm
+from zcompile._torch import FakeStore, register_process_group
+from zcompile.parameter import ParamSpec, ZeroParameter, shard_of
 from zcompile.schedule.plan import Plan
 
 _HEADER = '''"""{label}  {note}
@@ -30,10 +36,9 @@ import torch
 from torch import device, inf, nan
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-import zcompile.dialect
-from zcompile import comm
+from zcompile.dump import on_paper, parameter
 
-comm.register(comm.Group({group!r}, rank={rank}, world={world}))
+mesh = on_paper({group!r}, rank={rank}, world={world}, pg={pg!r})
 
 {code}
 
@@ -45,15 +50,34 @@ def inputs():
 
 
 if __name__ == "__main__":
-    for value in torch.utils._pytree.tree_leaves({name}()(*inputs())):
+    for value in torch.utils._pytree.tree_leaves(GraphModule()(*inputs())):
         print(tuple(value.shape) if isinstance(value, torch.Tensor) else value)
 '''
+
+
+def on_paper(group: str, rank: int, world: int, pg: str) -> DeviceMesh:
+    """A world in which a dumped graph runs alone: collectives have shapes and move nothing."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    if pg and pg != dist.group.WORLD.group_name:
+        register_process_group(pg, dist.group.WORLD)
+    comm.register(comm.Group(group, rank, world))
+    return DeviceMesh("cpu", list(range(world)))
+
+
+def parameter(
+    mesh: DeviceMesh, group: str, shape: list[int], dtype: torch.dtype, sharded: bool
+) -> ZeroParameter:
+    """Zeros in place of a model's parameter of `shape`."""
+    spec = ParamSpec("parameter", tuple(shape), dtype, dtype, group, sharded)
+    local = shard_of(torch.zeros(shape, dtype=dtype), spec, mesh)
+    return ZeroParameter.make(local, spec, mesh, requires_grad=False)
 
 
 class Dump:
     """A Recorder that writes under one folder per compiled graph."""
 
-    def __init__(self, folder: str, group: Group) -> None:
+    def __init__(self, folder: str, group: comm.Group) -> None:
         root = Path(folder) / f"rank{group.rank}"
         root.mkdir(parents=True, exist_ok=True)
         for number in itertools.count():
@@ -69,7 +93,9 @@ class Dump:
         number = f"{next(self.numbers):02d}"
         prefix = f"{self.prefix}." if self.prefix else ""
         name = f"{number}.{prefix}{label}.py"
-        code = gm.print_readable(print_output=False).strip()
+        plain = _plain(gm)
+        code = plain.print_readable(print_output=False).strip()
+        code = re.sub(r"^class \S+\(", "class GraphModule(", code)
         text = _HEADER.format(
             label=f"{prefix}{label}",
             note=note,
@@ -78,8 +104,8 @@ class Dump:
             rank=self.group.rank,
             world=self.group.world,
             code=code,
-            name=_class_name(code),
-            inputs="\n".join(f"        {_literal(n)}," for n in _placeholders(gm)),
+            pg=_process_group(plain),
+            inputs="\n".join(f"        {_literal(n, self.group.name)}," for n in _inputs(plain)),
         )
         (self.folder / name).write_text(text)
 
@@ -92,20 +118,34 @@ class Dump:
             file.write(text)
 
 
-def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+def _plain(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with one argument per placeholder, whatever calling convention it had."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in gm.graph.nodes if n.op == "placeholder"]
 
 
-def _class_name(code: str) -> str:
-    return code.split("class ", 1)[1].split("(", 1)[0]
+def _process_group(gm: fx.GraphModule) -> str:
+    """The name under which a lowered graph knows the backend's process group, if it uses one."""
+    calls = (n for n in gm.graph.nodes if "_c10d_functional" in str(n.target))
+    return next((n.args[-1] for n in calls if isinstance(n.args[-1], str)), "")
 
 
-def _literal(node: fx.Node) -> str:
+def _literal(node: fx.Node, group: str) -> str:
     value = node.meta.get("val", node.meta.get("example_value"))
+    if isinstance(value, DTensor):
+        shape, sharded = [_hint(s) for s in value.shape], not value.placements[0].is_replicate()
+        return f"parameter(mesh, {group!r}, {shape}, {value.dtype}, {sharded})"
     if isinstance(value, torch.Tensor):
-        shape = [int(getattr(s, "node", s).hint if hasattr(s, "node") else s) for s in value.shape]
-        # A sharded parameter is traced as a DTensor of the whole shape; read alone, it is whole.
-        return f"torch.zeros({shape}, dtype={value.dtype})"
+        return f"torch.zeros({[_hint(s) for s in value.shape]}, dtype={value.dtype})"
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return repr(value.node.hint)
     return repr(value) if isinstance(value, (int, float, bool, str)) else "None"
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

@@ -1,4 +1,4 @@
-"""Which rows of a parameter a rank owns. The rule is torch.chunk's, as DTensor's Shard(0) uses it."""
+"""Which rows of a parameter a rank owns: torch.chunk's rule, which DTensor's Shard(0) follows."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Options(BaseModel):
 
 def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown option {name!r}{hint} Known options: {', '.join(sorted(known))}."
 
 

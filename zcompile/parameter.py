@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_any, tree_map
 
-from zcompile import dialect
+from zcompile import comm, dialect
 from zcompile._torch import DTensorSpec, TensorMeta, disable_dynamo, in_tracer, no_torch_function
 from zcompile.errors import ZeroWarning
 from zcompile.layout import owned_rows
@@ -67,6 +68,8 @@ class ZeroParameter(DTensor):
         param = ZeroParameter(local, _dtensor_spec(local, spec, mesh), requires_grad=requires_grad)
         param.spec = spec
         param._is_param = True  # what isinstance(x, nn.Parameter) looks at
+        if requires_grad:
+            param.register_hook(_own_part(spec, mesh))
         return param
 
     @staticmethod
@@ -81,10 +84,7 @@ class ZeroParameter(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not in_tracer():
-            if _changes_first(func):
-                args = (args[0], *tree_map(lambda v: _laid_out_like(args[0], v), args[1:]))
-            elif not (_on_shard(func) or tree_any(_is_plain_dtensor, (args, kwargs))):
-                args, kwargs = tree_map(_whole, (args, kwargs))
+            return _apply(func, args, kwargs)
         with no_torch_function():
             return func(*args, **kwargs)
 
@@ -124,20 +124,57 @@ def _dtensor_spec(local: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensorSp
     return DTensorSpec(mesh, spec.placements, tensor_meta=meta)
 
 
+# What an operation does to a parameter, by the operation's name
+
 # Attribute getters that compute a view of the values rather than say something about the tensor.
 _VIEW_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_DATA_GETTER = Tensor.data.__get__
 _GRAD_SETTER = Tensor.grad.__set__
 _ABOUT_THE_TENSOR = frozenset(
-    ["__get__", "__set__", "__delete__", "__repr__", "__format__", "__len__", "__hash__", "__deepcopy__", "__reduce_ex__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "get_device", "data_ptr", "untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_inference", "is_signed", "is_same_size", "backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach", "to_local", "full_tensor", "redistribute", "__tensor_flatten__", "zero_grad", "has_names", "dim_order", "__cuda_array_interface__"]
+    "__get__ __set__ __delete__ __repr__ __format__ __len__ __hash__ __deepcopy__ __reduce_ex__ "
+    "size dim ndimension numel nelement stride storage_offset element_size get_device data_ptr "
+    "untyped_storage is_floating_point is_complex is_contiguous is_shared is_inference is_signed "
+    "is_same_size backward grad register_hook register_post_accumulate_grad_hook retain_grad "
+    "detach to_local full_tensor redistribute __tensor_flatten__ has_names dim_order".split()
 )
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__"
-    for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
+    for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()
+)
+# They fill a tensor with new values: the whole shape matters (a fan), the old values do not.
+_FILLS = frozenset(
+    "normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ bernoulli_".split()
 )
 
 
-def _changes_first(func: Callable[..., Any]) -> bool:
+def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """One operation that meets at least one ZeroParameter, outside of any tracer."""
     name = getattr(func, "__name__", "")
+    target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
+    if name == "__setitem__" or _fills(func, name):
+        return _write_whole(func, target, args, kwargs)
+    if func is _DATA_GETTER:
+        return target.__class__.make(target._local_tensor, target.spec, target.device_mesh, False)
+    if name.startswith("_fused") or (name.startswith("_foreach") and name.endswith("_")):
+        args, kwargs = tree_map(_local_part, (args, kwargs))
+    elif _is_in_place(func, name):
+        if type(target) is ZeroParameter:
+            args = tree_map(lambda value: _laid_out_like(target, value), args)
+        else:
+            args, kwargs = tree_map(_whole, (args, kwargs))
+    elif not (_is_on_shard(func, name) or tree_any(_is_plain_dtensor, (args, kwargs))):
+        args, kwargs = tree_map(_whole, (args, kwargs))
+    with no_torch_function():
+        return func(*args, **kwargs)
+
+
+def _fills(func: Callable[..., Any], name: str) -> bool:
+    return name in _FILLS or (
+        getattr(func, "__module__", "") == "torch.nn.init" and name.endswith("_")
+    )
+
+
+def _is_in_place(func: Callable[..., Any], name: str) -> bool:
     return (
         name in _IN_PLACE_OPERATORS
         or (name.endswith("_") and not name.endswith("__"))
@@ -145,28 +182,61 @@ def _changes_first(func: Callable[..., Any]) -> bool:
     )
 
 
-def _laid_out_like(param: Any, value: Any) -> Any:
-    """A whole plain tensor that is written into a parameter: each rank takes its part."""
-    if type(param) is not ZeroParameter or not isinstance(value, Tensor):
-        return value
-    if isinstance(value, DTensor) or tuple(value.shape) != param.spec.shape or value.dim() == 0:
-        return value
-    return state_dtensor(value, param.spec, param.device_mesh)
-
-
-def _on_shard(func: Callable[..., Any]) -> bool:
-    name = getattr(func, "__name__", "")
+def _is_on_shard(func: Callable[..., Any], name: str) -> bool:
     if name == "__get__":
         return func not in _VIEW_GETTERS
-    return (
-        name in _ABOUT_THE_TENSOR
-        or name.endswith("_like")
-        or name.startswith(("_foreach", "_fused", "_amp_foreach"))
-    )
+    return name in _ABOUT_THE_TENSOR or name.endswith("_like") or name.startswith("_foreach")
 
 
 def _is_plain_dtensor(value: Any) -> bool:
     return isinstance(value, DTensor) and type(value) is not ZeroParameter
+
+
+def _laid_out_like(param: ZeroParameter, value: Any) -> Any:
+    """A whole plain tensor that is written into a parameter: each rank takes its part."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if tuple(value.shape) != param.spec.shape or value.dim() == 0:
+        return value
+    return state_dtensor(value, param.spec, param.device_mesh)
+
+
+def _local_part(value: Any) -> Any:
+    """Elementwise work on tensors that are laid out alike needs no more than each rank's part."""
+    if isinstance(value, DTensor) and not any(p.is_partial() for p in value.placements):
+        return value._local_tensor
+    return value
+
+
+def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -> Any:
+    """Write by way of the whole parameter: as on one device, whatever part of it a rank owns."""
+    if type(param) is not ZeroParameter:
+        args, kwargs = tree_map(_whole, (args, kwargs))
+        with no_torch_function():
+            return func(*args, **kwargs)
+    if param.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation."
+        )
+    whole = _whole(param) if func.__name__ == "__setitem__" else _empty_whole(param)
+    swap = lambda value: whole if value is param else _whole(value)
+    args, kwargs = tree_map(swap, (args, kwargs))
+    with no_torch_function():
+        func(*args, **kwargs)
+        sync_replicated(whole, param)
+        param._local_tensor.copy_(shard_of(whole, param.spec, param.device_mesh))
+    return param
+
+
+def _empty_whole(param: ZeroParameter) -> Tensor:
+    return param._local_tensor.new_empty(param.spec.shape)
+
+
+def sync_replicated(whole: Tensor, param: ZeroParameter) -> None:
+    """Random values differ between ranks; a replicated parameter's must not."""
+    group = comm.find(param.spec.group)
+    if not param.spec.sharded and group.pg is not None:
+        dist.broadcast(whole, group=group.pg, group_src=0)
 
 
 _warned: set[str] = set()
@@ -194,6 +264,24 @@ def _whole(value: Any) -> Any:
             f"parameter {spec.name!r} was gathered outside of a compiled graph (a graph break or "
             "code that is not compiled). The result is right; it costs one collective per use.",
             ZeroWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
-    return unsharded(value.to_local(grad_placements=spec.placements), spec)
+    # Without gradients the copy is made read-only (an inference tensor): a write through a view of
+    # it, such as weight[2].zero_(), would be lost, and raises instead.
+    lost = value.requires_grad and not torch.is_grad_enabled()
+    with torch.inference_mode() if lost else contextlib.nullcontext():
+        return unsharded(value.to_local(grad_placements=spec.placements), spec)
+
+
+def _own_part(spec: ParamSpec, mesh: DeviceMesh) -> Callable[[Tensor], Tensor | None]:
+    """A gradient hook for what reaches a parameter whole: an autograd.Function that is handed the
+    parameter itself returns the gradient of all of it, on every rank another one."""
+
+    def reduce(grad: Tensor) -> Tensor | None:
+        if isinstance(grad, DTensor):
+            return None
+        reduction = dialect.REDUCE_GRAD if spec.sharded else dialect.ALL_REDUCE_GRAD
+        local = reduction(grad, grad.dtype, spec.reduce_dtype, spec.group, spec.name)
+        return DTensor(local, _dtensor_spec(local, spec, mesh), requires_grad=False)
+
+    return reduce

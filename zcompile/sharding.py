@@ -60,9 +60,11 @@ def shard(
     root = getattr(model, "_orig_mod", model)
     world = join(chosen, _device(root))
     _agree_on_names(root, world)
-    _materialise(root, init, world, chosen)
-    _replace(_plain_parameters(root), chosen, world)
-    _sync_buffers(root, chosen, world)
+    # A first call may be an evaluation; what is made here must train all the same.
+    with torch.inference_mode(False), torch.no_grad():
+        _materialise(root, init, world, chosen)
+        _replace(_plain_parameters(root), chosen, world)
+        _sync_buffers(root, chosen, world)
     for module in root.modules():
         _read_through_dialect(module)
     if chosen.param_dtype is not None and chosen.cast_inputs:
@@ -102,10 +104,8 @@ def _device(model: nn.Module) -> torch.device:
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
             return tensor.device
-    if dist.is_initialized():
-        cuda = dist.get_backend() == "nccl"
-    else:
-        cuda = torch.cuda.is_available()
+    ready = dist.is_initialized()
+    cuda = dist.get_backend() == "nccl" if ready else torch.cuda.is_available()
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
@@ -149,8 +149,7 @@ def _materialise(root: nn.Module, init: Initialiser | None, world: World, option
             module._parameters[name] = made[name]
         for name, meta in buffers.items():
             module._buffers[name] = torch.empty_like(meta, device=device)
-        with torch.no_grad():
-            fill(module) if init else fill()
+        fill(module) if init else fill()
         for name, meta in own.items():
             new = {names[id(meta)]: made[name]}
             _replace(new, options, world, stands_for={names[id(meta)]: meta})
@@ -177,6 +176,7 @@ def _replace(
         new = ZeroParameter.make(local, spec, world.mesh, old.requires_grad)
         if old.grad is not None:
             new.grad = state_dtensor(_mean(old.grad, world), spec, world.mesh)
+        _move_hooks(old, new)
         for optimizer in optimizers:
             _shard_state(optimizer, old, new)
         news.append(new)
@@ -209,6 +209,14 @@ def _broadcast(tensor: Tensor, world: World) -> None:
     if tensor.numel():
         # As bytes: a backend's broadcast does not know every dtype.
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), source, group=world.group.pg)
+
+
+def _move_hooks(old: Tensor, new: ZeroParameter) -> None:
+    """Hooks that the user put on a parameter; they get the gradient as this rank's part."""
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+        new.register_post_accumulate_grad_hook(hook)
 
 
 def _mean(grad: Tensor, world: World) -> Tensor:
@@ -300,6 +308,7 @@ def _read_through_dialect(module: nn.Module) -> None:
         members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     members |= {
         "_zero_specs": specs,
+        "_apply": _apply_in_place,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -335,6 +344,31 @@ def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Any]:
 
 def _flat_weights(self: nn.Module) -> list[Any]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _apply_in_place(
+    self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> Any:
+    """What `module.to(...)`, `.float()` and the like call: a sharded parameter keeps its dtype and
+    device, which its plan was made for."""
+    own = {n: p for n, p in self._parameters.items() if type(p) is ZeroParameter}
+    for param in own.values():
+        local = param._local_tensor
+        result = function(local)
+        if result.dtype != local.dtype or result.device != local.device:
+            raise ZeroError(
+                f"parameter {param.spec.name!r} is sharded as {local.dtype} on {local.device} and "
+                f"cannot become {result.dtype} on {result.device}: cast or move the model before "
+                "it is compiled, or use the option param_dtype for mixed precision"
+            )
+        if result is not local:
+            local.copy_(result)
+    for name in own:
+        self._parameters[name] = None
+    try:
+        return super(type(self), self)._apply(function, recurse)
+    finally:
+        self._parameters.update(own)
 
 
 def _cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Raises ValueError for another version of the schema."""
         raw = json.loads(text)
-        if raw.pop("version") != VERSION:
+        if raw.pop("version", None) != VERSION:
             raise ValueError(f"this plan was not written by schema version {VERSION}")
         rows = (
             Collective(**{**r, "parameters": tuple(r["parameters"])}) for r in raw["collectives"]
@@ -127,10 +128,18 @@ def plan_of(gm: fx.GraphModule, graph: str, direction: str, world: int, native: 
                 issue=position[node],
                 wait=position[wait],
                 release=-1 if release is None else position[release],
-                awaits=wait.next.name,
+                awaits=_first_need(node, wait, position),
             )
         )
     return Plan(graph, direction, world, len(position), tuple(rows))
+
+
+def _first_need(start: fx.Node, wait: fx.Node, position: dict[fx.Node, int]) -> str:
+    """The first node that reads what was awaited; "" where nothing does."""
+    source = start if start.target is GATHER_START else wait
+    items = [u for u in source.users if u.target is operator.getitem]
+    uses = {u for item in items for u in item.users if u.target not in (WAIT, RELEASE)}
+    return min(uses, key=position.__getitem__).name if uses else ""
 
 
 _KINDS = {

@@ -1,0 +1,129 @@
+"""When a compiled model is first called: its parameters become shards before anything is traced.
+
+Dynamo announces each frame that it is about to compile. The frames below it on the stack then hold
+the compiled object that is being called and its options; the modules that it will run are sharded
+right there, so that the very first trace sees shards. (Sharding inside the backend would be too
+late: Dynamo refuses a model that changed while it was traced.)
+
+What cannot be found that way, such as a model that only a nested function knows, is met in the
+backend as a graph of whole parameters: `FirstCall` shards their owners and runs that graph as it
+is; the next call compiles.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zcompile._torch import OptimizeContext, OptimizedModule, on_compile_start, original_backend
+from zcompile.options import Options
+from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
+from zcompile.sharding import is_sharded, owners_root, shard
+
+Backend = Callable[..., Any]
+
+
+def watch(backend: Backend) -> None:
+    """From now on, shard what `backend` is about to compile."""
+
+    @on_compile_start
+    def start(_: Any) -> None:
+        for frame in _stack():
+            found = _call(frame, backend)
+            if found is not None:
+                modules, options = found
+                shard_whole(modules, Options.parse(options))
+                return
+
+
+def shard_whole(modules: list[nn.Module], options: Options) -> None:
+    """Shard the outermost modules around `modules` wherever their parameters are still whole.
+
+    A compiled part of a model shards all of it: gradients of the other parts must be averaged too.
+    """
+    for module in modules:
+        whole = [p for p in module.parameters() if not is_sharded(p)]
+        for root in owners_root(whole):
+            shard(root, options)
+
+
+class FirstCall:
+    """Shards the model that a graph's whole parameters belong to, then runs the graph as it is."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+        self.gm, self.options = gm, options
+
+    def __call__(self, *args: Any) -> Any:
+        whole = [a for a in args if isinstance(a, nn.Parameter) and not is_sharded(a)]
+        places: dict[int, tuple[nn.Module, str]] = {}
+        for root in owners_root(whole):
+            for module in root.modules():
+                for name, param in module._parameters.items():
+                    places.setdefault(id(param), (module, name))
+            shard(root, self.options)
+
+        def now(value: Any) -> Any:
+            if isinstance(value, nn.Parameter) and id(value) in places:
+                module, name = places[id(value)]
+                param = module._parameters[name]
+                assert isinstance(param, ZeroParameter)
+                placements = param.spec.placements
+                return unsharded(param.to_local(grad_placements=placements), param.spec)
+            return value
+
+        with gathers_expected():
+            return self.gm(*map(now, args))
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _call(frame: FrameType, backend: Backend) -> tuple[list[nn.Module], Mapping[str, Any]] | None:
+    """The modules and options of a call of something compiled with `backend`, if `frame` is one."""
+    if frame.f_code.co_name != "compile_wrapper":
+        return None
+    context, function = frame.f_locals.get("self"), frame.f_locals.get("fn")
+    if not isinstance(context, OptimizeContext):
+        return None
+    compiler = original_backend(context)
+    if getattr(compiler, "compiler_fn", compiler) is not backend:
+        return None
+    values = [function, *_known_to(function)]
+    values += torch.utils._pytree.tree_leaves(
+        (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
+    )
+    if frame.f_back is not None:
+        values.append(frame.f_back.f_locals.get("self"))
+    modules: dict[int, nn.Module] = {}
+    for value in values:
+        value = getattr(value, "__self__", value)
+        if isinstance(value, OptimizedModule):
+            value = value._orig_mod
+        if isinstance(value, nn.Module):
+            modules[id(value)] = value
+    options = getattr(compiler, "kwargs", {}).get("options") or {}
+    return list(modules.values()), options
+
+
+def _known_to(function: Any) -> Iterator[Any]:
+    """What a plain function can reach by name: its closure and the globals that it mentions."""
+    plain = getattr(function, "__func__", function)
+    code = getattr(plain, "__code__", None)
+    if code is None or isinstance(getattr(function, "__self__", None), nn.Module):
+        return
+    for cell in plain.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # a name that is not bound yet
+            continue
+    for name in code.co_names:
+        yield plain.__globals__.get(name)
