@@ -15,9 +15,9 @@ def ranks():
     every.close()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def no_process_group_is_left():
-    """A module's tests start in a process that belongs to no world."""
+    """Every test starts in a process that belongs to no world."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zcompile import buffers
 from zcompile.control import Control
 from zcompile.errors import ZeroError
 from zcompile.layout import owned_rows
@@ -106,7 +107,7 @@ def gather_start(
 
     shards[i]: (owned rows of rows[i], *rest) -> result[i]: (rows[i], *rest) in `dtype`
     """
-    fulls = [s.new_empty((n, *s.shape[1:]), dtype=dtype) for s, n in zip(shards, rows, strict=True)]
+    fulls = [buffers.empty((n, *s.shape[1:]), s, dtype) for s, n in zip(shards, rows, strict=True)]
     works: list[dist.Work | None] = []
     for index, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
         first, last = group.owned(full.shape[0])
@@ -132,7 +133,8 @@ def reduce_start(grads: Sequence[torch.Tensor], group: Group, key: str) -> list[
     for index, grad in enumerate(grads):
         grad = grad.contiguous()
         first, last = group.owned(grad.shape[0])
-        buffer = grad.new_empty((group.world - 1, last - first, *grad.shape[1:]))
+        shape = (group.world - 1, last - first, *grad.shape[1:])
+        buffer = buffers.empty(shape, grad, grad.dtype)
         tag = _tag(key, index)
         if group.pg is None:
             buffer.zero_()

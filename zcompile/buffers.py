@@ -1,0 +1,49 @@
+"""Host memory that gathers and reductions use again instead of asking the system for it.
+
+A fresh page costs more than copying into it (the system clears it first), and a training step asks
+for the same sizes over and over. A block returns here when the last tensor in it dies, wherever
+that was; nothing has to be released by hand. On a GPU the caching allocator does the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+import torch
+
+# Smaller tensors come out of the allocator's own free lists, with no fresh pages.
+SMALLEST_BYTES = 2**20
+# Vector loads and the network stack like whole cache lines.
+ALIGNMENT = 64
+
+_free: dict[int, list[np.ndarray]] = {}
+
+
+def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor on the device of `like`; on the CPU its memory is used again."""
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    if like.device.type != "cpu" or size < SMALLEST_BYTES:
+        return like.new_empty(shape, dtype=dtype)
+    blocks = _free.get(size)
+    block = blocks.pop() if blocks else np.empty(size + ALIGNMENT, np.uint8)
+    # The tensor holds the view, never the block: when the tensor's memory dies so does the view.
+    view = block[-block.ctypes.data % ALIGNMENT :][:size]
+    weakref.finalize(view, _give_back, size, block).atexit = False
+    return torch.from_numpy(view).view(dtype).view(shape)
+
+
+def _give_back(size: int, block: np.ndarray) -> None:
+    _free.setdefault(size, []).append(block)
+
+
+def held_bytes() -> int:
+    """Bytes that are kept for the next use and belong to no tensor."""
+    return sum(size * len(blocks) for size, blocks in _free.items())
+
+
+def trim() -> None:
+    """Give all unused blocks back to the system."""
+    _free.clear()
