@@ -59,7 +59,7 @@ def tensors(model, optimizer):
 
 def run(rank, world, engine, stages):
     losses, expected = reference(world, concatenated=True)
-    other, reordered = reference(world, concatenated=False)
+    _, reordered = reference(world, concatenated=False)
     for stage in stages:
         torch._dynamo.reset()
         torch.manual_seed(0)

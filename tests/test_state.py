@@ -59,7 +59,7 @@ def round_trip(rank, world):
     again, ours = trained(options(2), steps=1)
     zcompile.load_full_state_dict(again, full, ours)
     step(again, ours, 2)
-    for (name, p), q in zip(again.named_parameters(), fresh.parameters(), strict=True):
+    for (_name, p), q in zip(again.named_parameters(), fresh.parameters(), strict=True):
         same(whole(p).detach(), q.detach())
         same(whole(ours.state[p]["exp_avg_sq"]), other.state[q]["exp_avg_sq"])
 
@@ -74,7 +74,9 @@ def test_whole_state_goes_to_a_plain_run_and_back(ranks, world):
 
 def wrong_state(rank, world):
     model, optimizer = trained(options(3))
-    with pytest.raises(zcompile.ZeroError, match="the state must be {'model': ..., 'optimizer'"):
+    with pytest.raises(
+        zcompile.ZeroError, match=r"the state must be \{'model': \.\.\., 'optimizer'"
+    ):
         zcompile.load_full_state_dict(model, zcompile.full_state_dict(model), optimizer)
     full = zcompile.full_state_dict(model, optimizer)
     full["optimizer"]["param_groups"][0]["params"].pop()

@@ -6,7 +6,7 @@
 | aot_autograd, min_cut_rematerialization_partition | the same pipeline without Inductor |
 | _BoxedCodeGen | an interpreted graph that frees its inputs as it goes |
 | OptimizedModule, OptimizeContext | what is being called, and with which backend and options |
-| on_compile_start | the moment before a frame is traced |
+| callback_handler | the moment before a frame is traced |
 | RestartAnalysis, SkipFrame | Dynamo's control flow, which passes through backends |
 | TracingContext, active_fake_mode | to know that a parameter is read by a tracer |
 | _resolve_process_group, _get_default_store | the group behind a name, the rendezvous store |
@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.callback import on_compile_start
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch._dynamo.exc import RestartAnalysis, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -60,6 +60,7 @@ __all__ = [
     "_get_default_store",
     "_resolve_process_group",
     "aot_autograd",
+    "before_each_compile",
     "compile_fx",
     "compile_fx_inner",
     "detect_fake_mode",
@@ -69,7 +70,6 @@ __all__ = [
     "make_fx",
     "min_cut_rematerialization_partition",
     "no_torch_function",
-    "on_compile_start",
     "original_backend",
     "register_process_group",
     "saved_tensors_first",
@@ -104,6 +104,26 @@ def without_autograd_cache() -> Iterator[None]:
 def enclosing_fake_mode(*values: Any) -> FakeTensorMode:
     """The fake mode of the graph that these values come from, or a new one."""
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class _Kept(list):  # type: ignore[type-arg]
+    """Callbacks, of which those in `kept` outlive clear()."""
+
+    def __init__(self, *values: Any) -> None:
+        super().__init__(*values)
+        self.kept: list[Any] = []
+
+    def clear(self) -> None:
+        self[:] = self.kept
+
+
+def before_each_compile(callback: Callable[[Any], None]) -> None:
+    """Call `callback` whenever Dynamo is about to trace a frame, also after torch._dynamo.reset(),
+    which forgets every callback although compiled functions remain and compile anew."""
+    if not isinstance(callback_handler.start_callbacks, _Kept):
+        callback_handler.start_callbacks = _Kept(callback_handler.start_callbacks)
+    callback_handler.start_callbacks.kept.append(callback)
+    callback_handler.start_callbacks.append(callback)
 
 
 def original_backend(context: OptimizeContext) -> Any:

@@ -31,7 +31,7 @@ from zcompile.control import fingerprint
 from zcompile.dump import Dump
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import FirstCall, watch
-from zcompile.options import Options
+from zcompile.options import MIB, Options
 from zcompile.parameter import ZeroParameter
 from zcompile.passes import Bucket, Lower, Partition, Prefetch, Release, Residency, verify
 from zcompile.pipeline import Pass, describe, run
@@ -115,9 +115,12 @@ class Build:
         """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
         assert self.group is not None
         world, rank, native = self.group.world, self.group.rank, self.group.native
+        # Messages gain nothing from merging and wait less the earlier they are issued; one launch
+        # of a backend's collective is worth a larger bucket.
+        size, depth = (32 * MIB, 1) if native else (4 * MIB, 4)
         pipeline: list[Pass] = [
-            Bucket(self.options.bucket_bytes, world, rank),
-            Prefetch(self.options.prefetch),
+            Bucket(self.options.bucket_bytes or size, world, rank),
+            Prefetch(depth if self.options.prefetch is None else self.options.prefetch),
             Release(),
             Lower(world, rank, native, self.group.pg_name if native else ""),
         ]

@@ -14,6 +14,8 @@ import torch
 
 # Smaller tensors come out of the allocator's own free lists, with no fresh pages.
 SMALLEST_BYTES = 2**20
+# A larger one, kept while it is not used, would raise the peak by more than its fresh pages cost.
+LARGEST_BYTES = 64 * 2**20
 # Vector loads and the network stack like whole cache lines.
 ALIGNMENT = 64
 
@@ -25,7 +27,7 @@ def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> tor
     size = dtype.itemsize
     for extent in shape:
         size *= extent
-    if like.device.type != "cpu" or size < SMALLEST_BYTES:
+    if like.device.type != "cpu" or not SMALLEST_BYTES <= size <= LARGEST_BYTES:
         return like.new_empty(shape, dtype=dtype)
     blocks = _free.get(size)
     block = blocks.pop() if blocks else np.empty(size + ALIGNMENT, np.uint8)

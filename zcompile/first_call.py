@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zcompile._torch import OptimizeContext, OptimizedModule, on_compile_start, original_backend
+from zcompile._torch import OptimizeContext, OptimizedModule, before_each_compile, original_backend
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
 from zcompile.sharding import is_sharded, owners_root, shard
@@ -31,7 +31,6 @@ Backend = Callable[..., Any]
 def watch(backend: Backend) -> None:
     """From now on, shard what `backend` is about to compile."""
 
-    @on_compile_start
     def start(_: Any) -> None:
         for frame in _stack():
             found = _call(frame, backend)
@@ -39,6 +38,8 @@ def watch(backend: Backend) -> None:
                 modules, options = found
                 shard_whole(modules, Options.parse(options))
                 return
+
+    before_each_compile(start)
 
 
 def shard_whole(modules: list[nn.Module], options: Options) -> None:

@@ -70,11 +70,17 @@ class Options(BaseModel):
         description="Parameters with fewer elements stay replicated: gathering 64 KiB costs more "
         "latency than bytes.",
     )
-    bucket_bytes: int = Field(
-        32 * MIB, ge=1, description="Collectives are merged up to this many gathered bytes."
+    bucket_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Collectives are merged up to this many gathered bytes; None: 4 MiB point to "
+        "point, where merging saves little, else 32 MiB.",
     )
-    prefetch: int = Field(
-        1, ge=0, description="How many buckets ahead of its use a gather is issued."
+    prefetch: int | None = Field(
+        None,
+        ge=0,
+        description="How many buckets ahead of its use a gather is issued; None: 4 point to point, "
+        "else 1.",
     )
     engine: Literal["inductor", "eager"] = Field(
         "inductor", description="What runs the final graph; eager interprets it (quick, for tests)."

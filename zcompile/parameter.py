@@ -153,7 +153,7 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
     if name == "__setitem__" or _fills(func, name):
         return _write_whole(func, target, args, kwargs)
-    if func is _DATA_GETTER:
+    if func == _DATA_GETTER:
         return target.__class__.make(target._local_tensor, target.spec, target.device_mesh, False)
     if name.startswith("_fused") or (name.startswith("_foreach") and name.endswith("_")):
         args, kwargs = tree_map(_local_part, (args, kwargs))
@@ -169,16 +169,18 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _fills(func: Callable[..., Any], name: str) -> bool:
-    return name in _FILLS or (
-        getattr(func, "__module__", "") == "torch.nn.init" and name.endswith("_")
-    )
+    return name in _FILLS or (_is_init(func) and name.endswith("_"))
+
+
+def _is_init(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__module__", "") == "torch.nn.init"
 
 
 def _is_in_place(func: Callable[..., Any], name: str) -> bool:
     return (
         name in _IN_PLACE_OPERATORS
         or (name.endswith("_") and not name.endswith("__"))
-        or func is _GRAD_SETTER
+        or func == _GRAD_SETTER
     )
 
 
@@ -214,7 +216,7 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
         args, kwargs = tree_map(_whole, (args, kwargs))
         with no_torch_function():
             return func(*args, **kwargs)
-    if param.requires_grad and torch.is_grad_enabled():
+    if param.requires_grad and torch.is_grad_enabled() and not _is_init(func):
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
