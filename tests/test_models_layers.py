@@ -231,7 +231,7 @@ CASES = {
     "own parametrization": (own_parametrization, seeded),
 }
 # Their parameters meet code that Dynamo leaves to eager, so a warning is expected.
-WARNS = {"LSTM", "GRU", "encoder", "regularised outside"}
+WARNS = {"LSTM", "GRU", "encoder", "regularised inside", "regularised outside"}
 
 
 def run(rank, world, name):

@@ -220,21 +220,20 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
-    whole = _whole(param) if func.__name__ == "__setitem__" else _empty_whole(param)
+    if func.__name__ == "__setitem__":
+        whole = unsharded(param.to_local(), param.spec).to(param.dtype)
+    else:
+        whole = param._local_tensor.new_empty(param.spec.shape)
     swap = lambda value: whole if value is param else _whole(value)
     args, kwargs = tree_map(swap, (args, kwargs))
     with no_torch_function():
         func(*args, **kwargs)
-        sync_replicated(whole, param)
+        _sync_replicated(whole, param)
         param._local_tensor.copy_(shard_of(whole, param.spec, param.device_mesh))
     return param
 
 
-def _empty_whole(param: ZeroParameter) -> Tensor:
-    return param._local_tensor.new_empty(param.spec.shape)
-
-
-def sync_replicated(whole: Tensor, param: ZeroParameter) -> None:
+def _sync_replicated(whole: Tensor, param: ZeroParameter) -> None:
     """Random values differ between ranks; a replicated parameter's must not."""
     group = comm.find(param.spec.group)
     if not param.spec.sharded and group.pg is not None:
