@@ -12,9 +12,8 @@ import zcompile
 
 def make():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 13), nn.BatchNorm1d(13), nn.Linear(13, 5))
-    model[2].weight.requires_grad_(True)
-    return model
+    # A bias before a batch norm has a gradient of pure rounding, which Adam makes a whole step.
+    return nn.Sequential(nn.Linear(8, 13, bias=False), nn.BatchNorm1d(13), nn.Linear(13, 5))
 
 
 def trained(opts, steps=2):
@@ -52,7 +51,7 @@ def round_trip(rank, world):
     # Into a plain run, with nothing of ours.
     fresh, other = trained(None, steps=0)
     fresh.load_state_dict(full["model"])
-    other.load_state_dict(full["optimizer"])
+    other.load_state_dict(copy.deepcopy(full["optimizer"]))  # it keeps the tensors it is given
     step(fresh, other, 2)
 
     # And into a sharded one, under another stage.
@@ -81,7 +80,7 @@ def wrong_state(rank, world):
     full = zcompile.full_state_dict(model, optimizer)
     full["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(
-        zcompile.ZeroError, match="saved optimizer has 5 parameters, this one has 6"
+        zcompile.ZeroError, match="saved optimizer has 4 parameters, this one has 5"
     ):
         zcompile.load_full_state_dict(model, full, optimizer)
 
@@ -182,12 +181,12 @@ def caches(rank, world, stages, folder):
         compiled = torch.compile(model, backend="zero", options=opts)
         for _ in range(2):
             before = zcompile.traffic()
-            compiled(torch.ones(2, 16)).sum().backward()
+            compiled(torch.ones(2, 16, requires_grad=True)).sum().backward()
         sent.append((zcompile.traffic() - before).gather_bytes)
     return sent
 
 
 def test_two_stages_share_one_cache_folder(ranks, tmp_path):
-    share = 2 * 16 * 16 * 4 // 2
+    share = 2 * 16 * 16 * 4 // 2  # of two weights, to one other rank
     for sent in ranks(caches, (2, 3, 2, 3), str(tmp_path), timeout=300):
         assert sent == [share, 2 * share] * 2
