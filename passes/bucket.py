@@ -51,7 +51,6 @@ class Bucket:
 
     max_bytes: int
     world: int
-    rank: int
     name: ClassVar[str] = "bucket"
     after: ClassVar[tuple[str, ...]] = ("residency",)
 
@@ -80,7 +79,7 @@ class Bucket:
             # Every shard must exist where the bucket's first parameter is used.
             return ready[node] < position[first_user(bucket[0], position)]
 
-        return self._pack(found, lambda n: n.args[2:5], fits)
+        return self._pack(found, lambda n: (n.args[2], n.args[4]), fits)
 
     def _reductions(self, graph: fx.Graph, target: Any) -> list[list[fx.Node]]:
         position = positions(graph)
@@ -91,7 +90,7 @@ class Bucket:
             return position[node] < min(used, default=len(position))
 
         def kind(node: fx.Node) -> Any:
-            return (*node.args[1:4], node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
+            return (*node.args[1:4], node.args[0].meta["val"].dtype)
 
         return self._pack(calls(graph, target), kind, fits)
 
@@ -162,7 +161,7 @@ def _received(node: fx.Node, world: int) -> Any:
     """What the other ranks send of one gradient: their parts of the rows that this rank owns."""
     grad, result = node.args[0], node.meta["val"]
     assert isinstance(grad, fx.Node)
-    dtype = wire_dtype(grad.meta["val"].dtype, node.args[2])  # type: ignore[arg-type]
+    dtype = wire_dtype(grad.meta["val"].dtype, node.args[2])
     return result.new_empty((world - 1, *result.shape), dtype=dtype)
 
 

@@ -89,7 +89,7 @@ def nbytes(value: torch.Tensor) -> int:
 
 def add(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...], val: Any) -> fx.Node:
     """A call with its `val`; a list of values also gets its getitem nodes, see `items`."""
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
+    node = graph.call_function(target, args)
     node.meta["val"] = val
     return node
 
@@ -101,7 +101,7 @@ def items(graph: fx.Graph, node: fx.Node, values: Sequence[Any]) -> list[fx.Node
 def item_users(node: fx.Node) -> list[fx.Node]:
     """The getitem nodes of a call that returns a list, by index."""
     users = [u for u in node.users if u.target is operator.getitem]
-    return sorted(users, key=lambda user: user.args[1])  # type: ignore[arg-type, return-value]
+    return sorted(users, key=lambda user: user.args[1])
 
 
 def inline(graph: fx.Graph, function: Callable[..., Any], args: Sequence[Any]) -> list[fx.Node]:

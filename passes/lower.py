@@ -70,17 +70,16 @@ class Lower:
         for start in calls(graph, GATHER_START):
             shards, dtype = start.args[0], start.args[2]
             wholes = item_users(start)
-            news = [self._cast(graph, start, s, dtype) for s in shards]  # type: ignore[union-attr]
+            news = [self._cast(graph, start, s, dtype) for s in shards]
             for wait in {u for w in wholes for u in w.users if u.target is WAIT}:
                 graph.erase_node(wait)
             _replace(graph, start, wholes, news)
         for finish in calls(graph, REDUCE_FINISH, ALL_REDUCE_FINISH):
             grads, dtype = finish.args[0], finish.args[2]
             results = item_users(finish)
-            alone = [grads.count(g) == 1 for g in grads]  # type: ignore[union-attr]
+            alone = [grads.count(g) == 1 for g in grads]
             news = [
-                self._own(graph, finish, g, dtype, one)
-                for g, one in zip(grads, alone, strict=True)  # type: ignore[arg-type]
+                self._own(graph, finish, g, dtype, one) for g, one in zip(grads, alone, strict=True)
             ]
             _replace(graph, finish, results, news)
         for start in calls(graph, REDUCE_START, ALL_REDUCE_START):
@@ -138,27 +137,27 @@ class Lower:
         grads, reduce_dtype, group, key = node.args
         sent = []
         with graph.inserting_before(node):
-            for grad in grads:  # type: ignore[union-attr]
-                have = grad.meta["val"].dtype  # type: ignore[union-attr]
+            for grad in grads:
+                have = grad.meta["val"].dtype
                 sent.append(
                     self._cast(graph, node, grad, collectives.wire_dtype(have, reduce_dtype))
-                )  # type: ignore[arg-type]
+                )
         node.args = (sent, reduce_dtype, group, key, order)
 
     def _p2p_reduce_finish(self, graph: fx.Graph, node: fx.Node, order: fx.Node) -> None:
         _, received, dtype, reduce_dtype, group, key = node.args
-        sent = received[0].args[0].args[0]  # type: ignore[union-attr, index]
+        sent = received[0].args[0].args[0]
         results = item_users(node)
         news = []
         with graph.inserting_before(node):
             add(graph, WAIT, (received, sent, group, key, order), None)
-            for grad, parts in zip(sent, received, strict=True):  # type: ignore[arg-type]
+            for grad, parts in zip(sent, received, strict=True):
                 rows = grad.meta["val"].shape[0]
                 first, last = owned_rows(rows, self.world, self.rank)
 
                 def mean(grad: Any, parts: Any, first: int = first, last: int = last) -> Any:
                     own = grad[first:last]
-                    return collectives.mean_of_parts(own, parts, reduce_dtype, dtype)  # type: ignore[arg-type]
+                    return collectives.mean_of_parts(own, parts, reduce_dtype, dtype)
 
                 news += inline(graph, mean, [grad, parts])
         _replace(graph, node, results, news)
@@ -169,7 +168,7 @@ class Lower:
             (flat,) = inline(
                 graph,
                 lambda *g: collectives.flatten(g, reduce_dtype),
-                list(grads),  # type: ignore[arg-type]
+                list(grads),
             )
             add(graph, ALL_REDUCE, (flat, group, key, order), None)
         node.replace_all_uses_with(flat)
@@ -179,7 +178,7 @@ class Lower:
         self, graph: fx.Graph, node: fx.Node, order: fx.Node | None = None
     ) -> None:
         grads, flat, dtype, group, key = node.args
-        shapes = [tuple(g.meta["val"].shape) for g in grads]  # type: ignore[union-attr]
+        shapes = [tuple(g.meta["val"].shape) for g in grads]
         results = item_users(node)
         with graph.inserting_before(node):
             if order is None:
@@ -188,7 +187,7 @@ class Lower:
                 add(graph, WAIT, ([flat], [], group, key, order), None)
             news = inline(
                 graph,
-                lambda f: collectives.all_reduced(f, shapes, dtype, self.world),  # type: ignore[arg-type]
+                lambda f: collectives.all_reduced(f, shapes, dtype, self.world),
                 [flat],
             )
         _replace(graph, node, results, news)
@@ -206,7 +205,7 @@ class Lower:
                 (flat,) = inline(
                     graph,
                     lambda *g, d=reduce_dtype: collectives.native_all_reduce(g, d, self.pg),
-                    list(grads),  # type: ignore[arg-type]
+                    list(grads),
                 )
             start.replace_all_uses_with(flat)
             graph.erase_node(start)
@@ -221,8 +220,8 @@ class Lower:
         with graph.inserting_before(start):
             (flat,) = inline(
                 graph,
-                lambda *s: collectives.native_gather(s, shapes, dtype, self.world, self.pg),  # type: ignore[arg-type]
-                list(shards),  # type: ignore[arg-type]
+                lambda *s: collectives.native_gather(s, shapes, dtype, self.world, self.pg),
+                list(shards),
             )
         with graph.inserting_before(wait):
             cut = lambda f: collectives.native_gathered(f, shapes, self.world)
@@ -235,7 +234,7 @@ class Lower:
         received = item_users(start)
         (finish,) = {u for r in received for u in r.users if u.target is REDUCE_FINISH}
         dtype, results = finish.args[2], item_users(finish)
-        shapes = [tuple(g.meta["val"].shape) for g in grads]  # type: ignore[union-attr]
+        shapes = [tuple(g.meta["val"].shape) for g in grads]
         owned = []
         for shape in shapes:
             first, last = owned_rows(shape[0], self.world, self.rank)
@@ -243,11 +242,11 @@ class Lower:
         with graph.inserting_before(start):
             (flat,) = inline(
                 graph,
-                lambda *g: collectives.native_reduce(g, reduce_dtype, self.world, self.pg),  # type: ignore[arg-type]
-                list(grads),  # type: ignore[arg-type]
+                lambda *g: collectives.native_reduce(g, reduce_dtype, self.world, self.pg),
+                list(grads),
             )
         with graph.inserting_before(finish):
-            cut = lambda f: collectives.native_reduced(f, shapes, owned, dtype, self.world)  # type: ignore[arg-type]
+            cut = lambda f: collectives.native_reduced(f, shapes, owned, dtype, self.world)
             news = inline(graph, cut, [flat])
         _replace(graph, finish, results, news)
         for item in received:
@@ -261,7 +260,7 @@ def _replace(graph: fx.Graph, node: fx.Node, olds: list[fx.Node], news: list[fx.
         node.replace_all_uses_with(news[0])
     else:
         for old in olds:
-            old.replace_all_uses_with(news[old.args[1]])  # type: ignore[index]
+            old.replace_all_uses_with(news[old.args[1]])
             graph.erase_node(old)
     graph.erase_node(node)
 

@@ -87,8 +87,6 @@ class Partition:
 class BranchError(GraphError):
     """Such a graph can still run operation by operation, where each collective is checked."""
 
-    can_run_eagerly = True
-
 
 def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """The graphs that a higher-order operation runs."""

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile._torch import CheckpointPolicy
 from zcompile.dialect import REPLICATE, UNSHARD
 from zcompile.passes.graph import calls
 
@@ -25,7 +25,8 @@ REGION = 10**9
 
 @dataclass(frozen=True)
 class Residency:
-    """keep: names of parameters that stay gathered from forward to backward, or all of them."""
+    """Parameters that stay gathered from forward to backward: all, or these names (as in
+    named_parameters())."""
 
     keep_all: bool = False
     keep: frozenset[str] = frozenset()

@@ -56,19 +56,18 @@ def gathered_values_are_used_after_the_wait(graph: fx.Graph) -> Iterator[str]:
         if wait is None:
             continue
         for full in item_users(start):
-            for use in {u for alias in aliases(full) for u in alias.users}:
-                if use is not wait and position[use] < position[wait]:
-                    # A view made early reads nothing; its users are checked by themselves.
-                    if use in aliases(full):
-                        continue
+            views = aliases(full)
+            # A view made early reads nothing; its users are checked by themselves.
+            for use in {u for view in views for u in view.users} - views - {wait}:
+                if position[use] < position[wait]:
                     yield f"{use.format_node()} reads {full.name} before {wait.format_node()}"
 
 
 def nothing_is_used_after_its_release(graph: fx.Graph) -> Iterator[str]:
     position = positions(graph)
     for release in calls(graph, RELEASE):
-        for full in release.args[0]:  # type: ignore[union-attr]
-            for alias in aliases(full):  # type: ignore[arg-type]
+        for full in release.args[0]:
+            for alias in aliases(full):
                 for use in alias.users:
                     if position[use] > position[release]:
                         yield f"{use.format_node()} uses {full} after {release.format_node()}"
@@ -97,7 +96,7 @@ def a_wait_covers_its_whole_bucket(graph: fx.Graph) -> Iterator[str]:
     for start in calls(graph, GATHER_START):
         wholes = item_users(start)
         for wait in _finishes(start):
-            if set(wait.args[0]) != set(wholes):  # type: ignore[arg-type]
+            if set(wait.args[0]) != set(wholes):
                 yield f"{wait.format_node()} does not await every parameter of {start.name}"
 
 
@@ -113,9 +112,14 @@ def received_parts_are_read_only_when_complete(graph: fx.Graph) -> Iterator[str]
 
 def every_shard_has_its_rows(graph: fx.Graph) -> Iterator[str]:
     for start in calls(graph, GATHER_START):
-        shards, rows = start.args[0], start.args[1]
-        if len(shards) != len(rows):  # type: ignore[arg-type]
-            yield f"{start.format_node()} has {len(shards)} shards and {len(rows)} row counts"  # type: ignore[arg-type]
+        shards, rows, dtype = start.args[:3]
+        if len(shards) != len(rows):
+            yield f"{start.format_node()} has {len(shards)} shards and {len(rows)} row counts"
+            continue
+        for full, count in zip(start.meta["val"], rows, strict=True):
+            if full.shape[0] != count or full.dtype != dtype:
+                found = f"{tuple(full.shape)} {full.dtype}"
+                yield f"{start.format_node()} gathers {found}, must have {count} rows of {dtype}"
 
 
 RULES: tuple[Rule, ...] = (

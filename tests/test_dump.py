@@ -31,7 +31,7 @@ def graph(world=3, rank=0):
 def dumped(folder, world=3, rank=0, native=False):
     dump = Dump(str(folder), comm.Group("g", rank, world))
     dump.prefix = "forward"
-    passes = [Bucket(10**6, world, rank), Prefetch(1), Release()]
+    passes = [Bucket(10**6, world), Prefetch(1), Release()]
     gm = run(graph(world, rank), passes, recorder=dump)
     dump.plan(plan_of(gm, dump.folder.name, "forward", world, native))
     dump.text("pipeline.txt", "one\n")
@@ -79,7 +79,7 @@ def test_a_file_is_headed_by_the_pass_that_made_it_and_its_time(tmp_path):
     folder = dumped(tmp_path)
     first = (folder / "02.forward.bucket.after.py").read_text().split("\n")
     assert re.fullmatch(
-        r'"""forward\.bucket\.after  Bucket\(max_bytes=1000000, world=3, rank=0\): '
+        r'"""forward\.bucket\.after  Bucket\(max_bytes=1000000, world=3\): '
         r"nodes \d+ -> \d+ \([+-]\d+\), \d+\.\d ms",
         first[0],
     ), first[0]
@@ -186,8 +186,8 @@ def test_torch_compile_writes_every_pass(compiled):
 
 def test_the_pipeline_is_written_with_its_options(compiled):
     passes = (
-        "1. Bucket(max_bytes=33554432, world=1, rank=0)\n"
-        "2. Prefetch(depth=1)\n"
+        "1. Bucket(max_bytes=4194304, world=1)\n"
+        "2. Prefetch(depth=4)\n"
         "3. Release()\n"
         "4. Lower(world=1, rank=0, native=False, pg='')\n"
     )

@@ -22,7 +22,7 @@ KNOWN = "Known options: " + ", ".join(sorted(Options.model_fields)) + "."
 def test_defaults():
     options = Options.parse(None)
     assert options == Options.parse({}) == Options()
-    assert (options.stage, options.prefetch, options.engine) == (3, 1, "inductor")
+    assert (options.stage, options.prefetch, options.engine) == (3, None, "inductor")
     assert options.bucket_bytes == 32 * 2**20
     assert options.param_dtype is None
     assert options.disable == ()

@@ -19,7 +19,7 @@ BIG = 10**6
 
 
 def scheduled(gm, world, rank=0, max_bytes=BIG, depth=1):
-    for each in (Bucket(max_bytes, world, rank), Prefetch(depth), Release()):
+    for each in (Bucket(max_bytes, world), Prefetch(depth), Release()):
         gm = each(gm)
     return gm
 

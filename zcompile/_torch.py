@@ -8,8 +8,8 @@
 | OptimizedModule, OptimizeContext | what is being called, and with which backend and options |
 | callback_handler | the moment before a frame is traced |
 | RestartAnalysis, SkipFrame | Dynamo's control flow, which passes through backends |
-| TracingContext, active_fake_mode | to know that a parameter is read by a tracer |
-| _resolve_process_group, _get_default_store | the group behind a name, the rendezvous store |
+| TracingContext, detect_fake_mode | whether a tracer reads a parameter, and its fake mode |
+| _get_default_store | the rendezvous store |
 | FakeStore, register_process_group | a dumped graph runs alone |
 | DTensorSpec, TensorMeta | a DTensor around a local shard, with no communication |
 | make_fx, select_decomp_table | tracing arithmetic into a graph as Inductor expects it |
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
@@ -34,39 +34,32 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "COMPILER_CONTROL_FLOW",
-    "CheckpointPolicy",
     "CustomPartitionerFn",
     "DTensorSpec",
     "FakeStore",
-    "FakeTensor",
     "FakeTensorMode",
-    "FunctionalTensor",
     "OptimizeContext",
     "OptimizedModule",
     "TensorMeta",
-    "TracingContext",
     "_BoxedCodeGen",
     "_get_default_store",
-    "_resolve_process_group",
     "aot_autograd",
     "before_each_compile",
     "compile_fx",
     "compile_fx_inner",
-    "detect_fake_mode",
+    "compiled_call",
     "disable_dynamo",
+    "enclosing_fake_mode",
     "in_tracer",
-    "inductor_config",
     "make_fx",
     "min_cut_rematerialization_partition",
     "no_torch_function",
@@ -106,7 +99,7 @@ def enclosing_fake_mode(*values: Any) -> FakeTensorMode:
     return detect_fake_mode(values) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
-class _Kept(list):  # type: ignore[type-arg]
+class _Kept(list):
     """Callbacks, of which those in `kept` outlive clear()."""
 
     def __init__(self, *values: Any) -> None:
@@ -124,6 +117,14 @@ def before_each_compile(callback: Callable[[Any], None]) -> None:
         callback_handler.start_callbacks = _Kept(callback_handler.start_callbacks)
     callback_handler.start_callbacks.kept.append(callback)
     callback_handler.start_callbacks.append(callback)
+
+
+def compiled_call(frame: FrameType) -> tuple[OptimizeContext, Any, Any, Any] | None:
+    """(context, function, args, kwargs) if `frame` is Dynamo's wrapper around a compiled call."""
+    seen = frame.f_locals if frame.f_code.co_name == "compile_wrapper" else {}
+    if not isinstance(seen.get("self"), OptimizeContext):
+        return None
+    return seen["self"], seen.get("fn"), seen.get("args"), seen.get("kwargs")
 
 
 def original_backend(context: OptimizeContext) -> Any:
@@ -144,17 +145,28 @@ def saved_tensors_first(
     """
     end = next(n for n in forward.graph.nodes if n.op == "output")
     results = list(end.args[0])
-    saved = results[outputs:]
+    # Saved symbolic sizes end forward's results and begin backward's inputs.
+    behind_saved = len(results)
+    while behind_saved > outputs and _is_symbol(results[behind_saved - 1]):
+        behind_saved -= 1
+    saved, symbols = results[outputs:behind_saved], results[behind_saved:]
     order = sorted(range(len(saved)), key=lambda i: not _is_tensor(saved[i]))
     if order == list(range(len(saved))):
         return
-    end.args = ((*results[:outputs], *(saved[i] for i in order)),)
+    end.args = ((*results[:outputs], *(saved[i] for i in order), *symbols),)
     forward.recompile()
-    inputs = [n for n in backward.graph.nodes if n.op == "placeholder"][: len(saved)]
+    inputs = [n for n in backward.graph.nodes if n.op == "placeholder"]
+    inputs = inputs[len(symbols) : len(symbols) + len(saved)]
     behind = inputs[-1].next
     for index in order:
         behind.prepend(inputs[index])
     backward.recompile()
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, torch.fx.Node) and isinstance(
+        value.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool
+    )
 
 
 def _is_tensor(value: Any) -> bool:

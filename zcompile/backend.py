@@ -34,9 +34,10 @@ from zcompile.first_call import FirstCall, watch
 from zcompile.options import MIB, Options
 from zcompile.parameter import ZeroParameter
 from zcompile.passes import Bucket, Lower, Partition, Prefetch, Release, Residency, verify
+from zcompile.passes.partition import BranchError
 from zcompile.pipeline import Pass, describe, run
 from zcompile.schedule.plan import Plan, plan_of
-from zcompile.sharding import is_sharded, owners_root, warn_unowned
+from zcompile.sharding import is_sharded, outermost_owners, warn_unowned
 
 OPTIONAL = ("prefetch",)
 
@@ -59,7 +60,7 @@ def zero(
             raise OptionError(f"pass {name!r} cannot be disabled; optional ones: {OPTIONAL}")
     whole = [p for p in example_inputs if isinstance(p, nn.Parameter) and not is_sharded(p)]
     if whole:
-        if owners_root(whole):
+        if outermost_owners(whole):
             return FirstCall(gm, chosen)
         warn_unowned(whole)
     return compile_graph(gm, example_inputs, chosen)
@@ -79,11 +80,9 @@ def compile_graph(
             if options.engine == "inductor":
                 return build.inductor(gm, example_inputs)
             return build.interpreter(gm, example_inputs)
-    except ZeroError as error:
-        if not getattr(error, "can_run_eagerly", False):
-            raise
+    except BranchError as error:
         reason: Exception = error
-    except COMPILER_CONTROL_FLOW:
+    except (ZeroError, *COMPILER_CONTROL_FLOW):
         raise
     except Exception as error:
         reason = error
@@ -119,7 +118,7 @@ class Build:
         # of a backend's collective is worth a larger bucket.
         size, depth = (32 * MIB, 1) if native else (4 * MIB, 4)
         pipeline: list[Pass] = [
-            Bucket(self.options.bucket_bytes or size, world, rank),
+            Bucket(self.options.bucket_bytes or size, world),
             Prefetch(depth if self.options.prefetch is None else self.options.prefetch),
             Release(),
             Lower(world, rank, native, self.group.pg_name if native else ""),
@@ -158,19 +157,16 @@ class Build:
             self.dump.text("pipeline.txt", f"{direction}:\n{describe(self.passes())}")
         return self.run(gm, [lower]), plan
 
-    def guard(self, run_graph: Callable[[list[Any]], Any], plan: Plan | None) -> Callable[..., Any]:
-        return Guarded(run_graph, plan, self.group)
-
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             gm, plan = self.schedule(gm, _direction(kwargs))
-            return self.guard(compile_fx_inner(gm, inputs, **kwargs), plan)
+            return Guarded(compile_fx_inner(gm, inputs, **kwargs), plan, self.group)
 
         patches = {
+            **self.options.inductor,
             # Our order is the plan; this pass would undo it.
             "reorder_for_peak_memory": False,
             "custom_partitioner_fn": Partitioner(self),
-            **self.options.inductor,
         }
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)
 
@@ -180,7 +176,7 @@ class Build:
                 gm, plan = self.schedule(gm, direction)
                 gm.graph.set_codegen(_BoxedCodeGen())
                 gm.recompile()
-                return self.guard(gm.forward, plan)
+                return Guarded(gm.forward, plan, self.group)
 
             return compile_
 
@@ -222,17 +218,16 @@ class Guarded:
         collectives = plan.collectives if plan is not None and plan.world > 1 else ()
         self.control = group.control if group is not None and collectives else None
         self.mark = fingerprint(plan.lines()) if plan is not None else 0
-        native = [row for row in collectives if row.primitive not in ("p2p", "none")]
-        if group is not None and not group.native:
-            native = []
-        self.native = tuple((_COUNTED[row.kind], row.sent) for row in native)
+        # Messages count themselves as they are sent; what the backend carries is counted here.
+        counted = collectives if group is not None and group.native else ()
+        self.counted = tuple((_COUNTED[row.kind], row.sent) for row in counted)
 
     def __call__(self, args: list[Any]) -> Any:
         if self.control is None:
             return self.run_graph(args)
         assert self.plan is not None
         self.control.agree(self.mark, self.plan.lines)
-        for kind, sent in self.native:
+        for kind, sent in self.counted:
             comm.count(kind, sent)
         try:
             return self.run_graph(args)

@@ -39,13 +39,3 @@ def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> tor
 
 def _give_back(size: int, block: np.ndarray) -> None:
     _free.setdefault(size, []).append(block)
-
-
-def held_bytes() -> int:
-    """Bytes that are kept for the next use and belong to no tensor."""
-    return sum(size * len(blocks) for size, blocks in _free.items())
-
-
-def trim() -> None:
-    """Give all unused blocks back to the system."""
-    _free.clear()

@@ -91,7 +91,7 @@ def traffic() -> Traffic:
 
 
 def count(kind: str, nbytes: int) -> None:
-    """Add bytes sent by a collective that the backend itself carries out."""
+    """Add to the bytes that this rank has sent. kind: gather, reduce or all_reduce."""
     _sent[kind] += nbytes
 
 
@@ -131,7 +131,7 @@ def reduce_start(grads: Sequence[torch.Tensor], group: Group, key: str) -> list[
     received: list[torch.Tensor] = []
     works: list[dist.Work | None] = []
     for index, grad in enumerate(grads):
-        grad = grad.contiguous()
+        grad = grad.contiguous()  # a copy lives until it is sent: each send holds its tensor
         first, last = group.owned(grad.shape[0])
         shape = (group.world - 1, last - first, *grad.shape[1:])
         buffer = buffers.empty(shape, grad, grad.dtype)
@@ -159,6 +159,15 @@ def all_reduce_start(flat: torch.Tensor, group: Group, key: str) -> None:
     _in_flight[group.name, key] = works
 
 
+def broadcast(tensor: torch.Tensor, group: Group) -> None:
+    """Rank 0's values on every rank, in place. tensor: contiguous.
+
+    They travel as bytes: a backend's broadcast does not know every dtype.
+    """
+    if group.pg is not None and tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=group.pg, group_src=0)
+
+
 def wait(group: Group, key: str) -> None:
     """Complete what was issued under `key`.
 
@@ -171,7 +180,8 @@ def wait(group: Group, key: str) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            _in_flight.clear()
+            for stale in [k for k in _in_flight if k[0] == group.name]:
+                del _in_flight[stale]
             if group.control is None:
                 raise
             raise group.control.explain(error) from error

@@ -48,14 +48,17 @@ class Control:
 
     def __init__(self, name: str, members: Sequence[int], rank: int, timeout: float) -> None:
         self.name, self.rank, self.world = name, rank, len(members)
-        self.timeout = timeout
         self.group = dist.new_group(
-            list(members), backend="gloo", timeout=timedelta(seconds=timeout)
+            list(members),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout),
+            use_local_synchronization=True,
         )
-        self.store = dist.PrefixStore(f"zcompile/{name}", _get_default_store().clone())
+        # Disjoint meshes have groups of the same name; their failures are their own.
+        prefix = f"zcompile/{name}/{members[0]}"
+        self.store = dist.PrefixStore(prefix, _get_default_store().clone())
         self.failure: str | None = None
         self._data: list[dist.ProcessGroup] = []
-        self._probes = 0
         _controls.add(self)
         _install_hooks()
         watch = threading.Thread(
@@ -100,7 +103,6 @@ class Control:
 
     def explain(self, error: BaseException) -> ZeroError:
         """What happened, for a rank whose connection broke. Takes at most a few seconds."""
-        self._probes += 1
         deadline = time.monotonic() + EXPLAIN_SECONDS
         with contextlib.suppress(Exception):
             self.store.set(f"alive/{self.rank}", "1")
@@ -146,8 +148,7 @@ class Control:
 
     def _cut(self) -> None:
         for group in [self.group, *self._data]:
-            backend = group._get_backend(torch.device("cpu")) if _is_gloo(group) else None
-            if backend is None:
+            if dist.get_backend(group) != "gloo":
                 with contextlib.suppress(Exception):
                     group.abort()
                 continue
@@ -176,10 +177,6 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> str:
         "Every rank must take the same path through the model: look for a branch, a loop or a "
         "module that depends on this rank's data."
     )
-
-
-def _is_gloo(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "gloo"
 
 
 def _watch(ref: weakref.ref[Control]) -> None:
@@ -213,4 +210,9 @@ def _install_hooks() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
-    atexit.register(lambda: [control.leave() for control in list(_controls)])
+    atexit.register(_leave_all)
+
+
+def _leave_all() -> None:
+    for control in list(_controls):
+        control.leave()

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zcompile import collectives, comm
 from zcompile.control import fingerprint
+from zcompile.layout import owned_rows
 
 LIBRARY = torch.library.Library("zero", "DEF")
 
@@ -199,7 +200,7 @@ def _(grads: list[Tensor], reduce_dtype: torch.dtype, group: str, *_: Any) -> li
 
 def received_like(grad: Tensor, reduce_dtype: torch.dtype, world: int, rank: int) -> Tensor:
     """An empty buffer for the other ranks' parts of a gradient's rows that `rank` owns."""
-    first, last = comm.owned_rows(int(grad.shape[0]), world, rank)
+    first, last = owned_rows(int(grad.shape[0]), world, rank)
     dtype = collectives.wire_dtype(grad.dtype, reduce_dtype)
     return grad.new_empty((world - 1, last - first, *grad.shape[1:]), dtype=dtype)
 
@@ -215,15 +216,11 @@ def _reduce_finish(
 ) -> list[Tensor]:
     where = comm.find(group)
     comm.wait(where, key)
-    return [
-        collectives.mean_of_parts(own_rows(grad, where), parts, reduce_dtype, dtype)
-        for grad, parts in zip(grads, received, strict=True)
-    ]
-
-
-def own_rows(grad: Tensor, group: comm.Group) -> Tensor:
-    first, last = group.owned(grad.shape[0])
-    return grad[first:last]
+    means = []
+    for grad, parts in zip(grads, received, strict=True):
+        first, last = where.owned(grad.shape[0])
+        means.append(collectives.mean_of_parts(grad[first:last], parts, reduce_dtype, dtype))
+    return means
 
 
 @_fake("reduce_finish")

@@ -12,6 +12,7 @@ is; the next call compiles.
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
@@ -20,10 +21,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zcompile._torch import OptimizeContext, OptimizedModule, before_each_compile, original_backend
+from zcompile._torch import (
+    OptimizedModule,
+    before_each_compile,
+    compiled_call,
+    original_backend,
+)
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
-from zcompile.sharding import is_sharded, owners_root, shard
+from zcompile.sharding import is_sharded, outermost_owners, shard
 
 Backend = Callable[..., Any]
 
@@ -49,7 +55,7 @@ def shard_whole(modules: list[nn.Module], options: Options) -> None:
     """
     for module in modules:
         whole = [p for p in module.parameters() if not is_sharded(p)]
-        for root in owners_root(whole):
+        for root in outermost_owners(whole):
             shard(root, options)
 
 
@@ -62,13 +68,13 @@ class FirstCall:
     def __call__(self, *args: Any) -> Any:
         whole = [a for a in args if isinstance(a, nn.Parameter) and not is_sharded(a)]
         places: dict[int, tuple[nn.Module, str]] = {}
-        for root in owners_root(whole):
+        for root in outermost_owners(whole):
             for module in root.modules():
                 for name, param in module._parameters.items():
                     places.setdefault(id(param), (module, name))
             shard(root, self.options)
 
-        def now(value: Any) -> Any:
+        def sharded_argument(value: Any) -> Any:
             if isinstance(value, nn.Parameter) and id(value) in places:
                 module, name = places[id(value)]
                 param = module._parameters[name]
@@ -78,7 +84,7 @@ class FirstCall:
             return value
 
         with gathers_expected():
-            return self.gm(*map(now, args))
+            return self.gm(*map(sharded_argument, args))
 
 
 def _stack() -> Iterator[FrameType]:
@@ -90,18 +96,15 @@ def _stack() -> Iterator[FrameType]:
 
 def _call(frame: FrameType, backend: Backend) -> tuple[list[nn.Module], Mapping[str, Any]] | None:
     """The modules and options of a call of something compiled with `backend`, if `frame` is one."""
-    if frame.f_code.co_name != "compile_wrapper":
+    call = compiled_call(frame)
+    if call is None:
         return None
-    context, function = frame.f_locals.get("self"), frame.f_locals.get("fn")
-    if not isinstance(context, OptimizeContext):
-        return None
+    context, function, args, kwargs = call
     compiler = original_backend(context)
     if getattr(compiler, "compiler_fn", compiler) is not backend:
         return None
     values = [function, *_known_to(function)]
-    values += torch.utils._pytree.tree_leaves(
-        (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))
-    )
+    values += torch.utils._pytree.tree_leaves((args, kwargs))
     if frame.f_back is not None:
         values.append(frame.f_back.f_locals.get("self"))
     modules: dict[int, nn.Module] = {}
@@ -126,5 +129,6 @@ def _known_to(function: Any) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # a name that is not bound yet
             continue
-    for name in code.co_names:
-        yield plain.__globals__.get(name)
+    for step in dis.get_instructions(code):
+        if step.opname == "LOAD_GLOBAL":
+            yield plain.__globals__.get(step.argval)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -228,16 +227,11 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
     args, kwargs = tree_map(swap, (args, kwargs))
     with no_torch_function():
         func(*args, **kwargs)
-        _sync_replicated(whole, param)
+        if not param.spec.sharded:
+            # Random values differ between ranks; a replicated parameter's must not.
+            comm.broadcast(whole, comm.find(param.spec.group))
         param._local_tensor.copy_(shard_of(whole, param.spec, param.device_mesh))
     return param
-
-
-def _sync_replicated(whole: Tensor, param: ZeroParameter) -> None:
-    """Random values differ between ranks; a replicated parameter's must not."""
-    group = comm.find(param.spec.group)
-    if not param.spec.sharded and group.pg is not None:
-        dist.broadcast(whole, group=group.pg, group_src=0)
 
 
 _warned: set[str] = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import fx
 
@@ -22,8 +22,8 @@ Check = Callable[[fx.GraphModule, str], None]
 class Pass(Protocol):
     """A pass changes the graph it was given and nothing else. `after`: passes it builds on."""
 
-    name: str
-    after: tuple[str, ...]
+    name: ClassVar[str]
+    after: ClassVar[tuple[str, ...]]
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule: ...
 

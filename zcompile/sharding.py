@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import CellType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zcompile import comm
 from zcompile._torch import OptimizedModule
 from zcompile.control import fingerprint
 from zcompile.errors import ZeroError, ZeroWarning
@@ -76,7 +78,7 @@ def is_sharded(param: Any) -> bool:
     return type(param) is ZeroParameter
 
 
-def owners_root(params: Sequence[Tensor]) -> list[nn.Module]:
+def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
     """The outermost modules that contain these parameters, the largest first.
 
     Compiled wrappers do not count. Found among all live modules: the backend is handed tensors,
@@ -136,7 +138,7 @@ def _materialise(root: nn.Module, init: Initialiser | None, world: World, option
         buffers = {n: b for n, b in module._buffers.items() if b is not None and b.is_meta}
         if not own and not buffers:
             continue
-        fill = init or getattr(module, "reset_parameters", None)
+        fill = partial(init, module) if init else getattr(module, "reset_parameters", None)
         if fill is None:
             tensors = ", ".join(f"{path}.{n}".lstrip(".") for n in (*own, *buffers))
             raise ZeroError(
@@ -149,7 +151,7 @@ def _materialise(root: nn.Module, init: Initialiser | None, world: World, option
             module._parameters[name] = made[name]
         for name, meta in buffers.items():
             module._buffers[name] = torch.empty_like(meta, device=device)
-        fill(module) if init else fill()
+        fill()
         for name, meta in own.items():
             new = {names[id(meta)]: made[name]}
             _replace(new, options, world, stands_for={names[id(meta)]: meta})
@@ -170,8 +172,8 @@ def _replace(
             raise ZeroError(f"parameter {name!r} has layout {old.layout}; only dense ones shard")
         spec = _spec(name, old, options, world)
         full = old.detach().contiguous()
-        if options.sync and world.group.pg is not None:
-            _broadcast(full, world)
+        if options.sync:
+            comm.broadcast(full, world.group)
         local = shard_of(full, spec, world.mesh)
         new = ZeroParameter.make(local, spec, world.mesh, old.requires_grad)
         if old.grad is not None:
@@ -204,13 +206,6 @@ def _spec(name: str, param: Tensor, options: Options, world: World) -> ParamSpec
     return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, world.group.name, sharded)
 
 
-def _broadcast(tensor: Tensor, world: World) -> None:
-    source = int(world.mesh.mesh.flatten()[0])
-    if tensor.numel():
-        # As bytes: a backend's broadcast does not know every dtype.
-        dist.broadcast(tensor.reshape(-1).view(torch.uint8), source, group=world.group.pg)
-
-
 def _move_hooks(old: Tensor, new: ZeroParameter) -> None:
     """Hooks that the user put on a parameter; they get the gradient as this rank's part."""
     for hook in (old._backward_hooks or {}).values():
@@ -228,10 +223,10 @@ def _mean(grad: Tensor, world: World) -> Tensor:
 
 
 def _sync_buffers(root: nn.Module, options: Options, world: World) -> None:
-    if options.sync and world.group.pg is not None:
+    if options.sync:
         for buffer in root.buffers():
             whole = buffer.detach().contiguous()
-            _broadcast(whole, world)
+            comm.broadcast(whole, world.group)
             if whole.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(whole)
 

@@ -31,7 +31,8 @@ def full_state_dict(
 
     Args:
         optimizer: also return its state; the result is then {"model": ..., "optimizer": ...}.
-        rank0_only: the other ranks take part and return the same keys with no tensors ({}).
+        rank0_only: the other ranks take part and return no tensors: {}, or with an optimizer
+            {"model": {}, "optimizer": {}}. Rank 0 is the job's, also on a mesh of fewer ranks.
     """
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     state = {}

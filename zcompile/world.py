@@ -44,7 +44,7 @@ def join(options: Options, device: torch.device) -> World:
             f"primitive 'p2p' needs the gloo backend, this mesh uses {backend}; use 'auto'"
         )
     members = tuple(mesh.mesh.flatten().tolist())
-    key = (dist.group.WORLD, members, native, options.check)
+    key = (dist.group.WORLD, mesh.device_type, members, native, options.check)
     if key not in _worlds:
         _worlds[key] = World(mesh, _group(f"zero{len(_worlds)}", members, native, backend, options))
     return _worlds[key]
@@ -85,7 +85,8 @@ def _group(
         pg_name = dist.group.WORLD.group_name if native else ""
         return comm.register(comm.Group(name, rank, len(members), native=native, pg_name=pg_name))
     # A group of our own: the user's messages on theirs can never be taken for ours.
-    pg = dist.new_group(list(members))
+    # Only members take part: disjoint meshes make theirs at the same time.
+    pg = dist.new_group(list(members), use_local_synchronization=True)
     control = Control(name, members, rank, options.check_timeout) if options.check else None
     if control is not None:
         control.guard(pg)

@@ -3,7 +3,7 @@
 g = Graph(world=3)
 w = g.shard("w", 5, 4)                  # this rank's rows of a (5, 4) parameter
 g.out(g.mm(x, g.unshard(w, 5)))
-text(Bucket(1024, 3, 0)(g.module()))    # one line per node
+text(Bucket(1024, 3)(g.module()))    # one line per node
 """
 
 from __future__ import annotations

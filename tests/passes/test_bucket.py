@@ -12,7 +12,7 @@ BIG = 10**6
 
 
 def bucketed(gm, max_bytes=BIG, world=2, rank=0):
-    gm = Bucket(max_bytes, world, rank)(gm)
+    gm = Bucket(max_bytes, world)(gm)
     verify(gm, "bucket")
     return gm
 

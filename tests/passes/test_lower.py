@@ -15,7 +15,7 @@ ENGINES = [False, True]
 
 
 def scheduled(gm, world, rank=0, max_bytes=BIG, depth=1):
-    for each in (Bucket(max_bytes, world, rank), Prefetch(depth), Release()):
+    for each in (Bucket(max_bytes, world), Prefetch(depth), Release()):
         gm = each(gm)
     return gm
 

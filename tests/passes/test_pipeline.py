@@ -67,7 +67,7 @@ def refusal(passes, done=()):
 
 
 def test_a_wrong_order_names_both_passes_and_all_that_is_scheduled():
-    assert refusal([Release(), Prefetch(), Bucket(1, 2, 0), Lower(2, 0)]) == (
+    assert refusal([Release(), Prefetch(), Bucket(1, 2), Lower(2, 0)]) == (
         "pass 'release' builds on 'bucket', which comes later in: "
         "release -> prefetch -> bucket -> lower"
     )
@@ -77,11 +77,11 @@ def test_a_wrong_order_names_both_passes_and_all_that_is_scheduled():
     ("wrong", "needs"),
     [
         ([Residency(), Partition()], "pass 'residency' builds on 'partition'"),
-        ([Bucket(1, 2, 0), Residency()], "pass 'bucket' builds on 'residency'"),
-        ([Prefetch(), Bucket(1, 2, 0)], "pass 'prefetch' builds on 'bucket'"),
-        ([Bucket(1, 2, 0), Release(), Prefetch()], "pass 'release' builds on 'prefetch'"),
-        ([Lower(2, 0), Bucket(1, 2, 0)], "pass 'lower' builds on 'bucket'"),
-        ([Bucket(1, 2, 0), Lower(2, 0), Release()], "pass 'lower' builds on 'release'"),
+        ([Bucket(1, 2), Residency()], "pass 'bucket' builds on 'residency'"),
+        ([Prefetch(), Bucket(1, 2)], "pass 'prefetch' builds on 'bucket'"),
+        ([Bucket(1, 2), Release(), Prefetch()], "pass 'release' builds on 'prefetch'"),
+        ([Lower(2, 0), Bucket(1, 2)], "pass 'lower' builds on 'bucket'"),
+        ([Bucket(1, 2), Lower(2, 0), Release()], "pass 'lower' builds on 'release'"),
     ],
 )
 def test_every_pass_says_what_it_builds_on(wrong, needs):
@@ -89,7 +89,7 @@ def test_every_pass_says_what_it_builds_on(wrong, needs):
 
 
 def test_an_optional_pass_may_be_missing():
-    check_order([Bucket(1, 2, 0), Release(), Lower(2, 0)])
+    check_order([Bucket(1, 2), Release(), Lower(2, 0)])
 
 
 def test_what_ran_on_earlier_graphs_counts():
@@ -155,9 +155,9 @@ def test_a_broken_graph_stops_the_pipeline_and_was_recorded():
 
 
 def test_a_pipeline_prints_as_it_will_run():
-    passes = [Bucket(1024, 2, 0), Prefetch(1), Release(), Lower(2, 0)]
+    passes = [Bucket(1024, 2), Prefetch(1), Release(), Lower(2, 0)]
     assert describe(passes) == (
-        "1. Bucket(max_bytes=1024, world=2, rank=0)\n"
+        "1. Bucket(max_bytes=1024, world=2)\n"
         "2. Prefetch(depth=1)\n"
         "3. Release()\n"
         "4. Lower(world=2, rank=0, native=False, pg='')\n"

@@ -32,14 +32,14 @@ def in_turn(count, world=2):
     g = Graph(world)
     shards = [g.shard(f"w{i}", 4) for i in range(count)]
     gm = g.out(*[g.neg(g.unshard(s, 4)) for s in shards])
-    return Bucket(ONE, world, 0)(gm)
+    return Bucket(ONE, world)(gm)
 
 
 def reductions(count, op="reduce"):
     g = Graph()
     x = g.input("x", 4)
     gm = g.out(*[getattr(g, op)(g.neg(x), f"w{i}") for i in range(count)])
-    return Bucket(ONE, 2, 0)(gm)
+    return Bucket(ONE, 2)(gm)
 
 
 def prefetched(gm, depth):
@@ -99,7 +99,7 @@ def test_the_first_gather_is_issued_at_the_top():
     g = Graph()
     x, w = g.input("x", 4), g.shard("w", 4)
     y = g.neg(g.neg(x))
-    gm = Bucket(ONE, 2, 0)(g.out(g.call(aten.add.Tensor, y, g.unshard(w, 4))))
+    gm = Bucket(ONE, 2)(g.out(g.call(aten.add.Tensor, y, g.unshard(w, 4))))
     assert order(prefetched(gm, 1)) == ["gather_start 0", "use", "use", "wait_ 0", "use"]
 
 
@@ -108,7 +108,7 @@ def test_a_gather_is_not_issued_before_its_shard_exists():
     w, v = g.shard("w", 4), g.shard("v", 4)
     first = g.neg(g.unshard(w, 4))
     scaled = g.neg(g.neg(v))
-    gm = Bucket(ONE, 2, 0)(g.out(first, g.neg(g.unshard(scaled, 4, of="v"))))
+    gm = Bucket(ONE, 2)(g.out(first, g.neg(g.unshard(scaled, 4, of="v"))))
     assert order(prefetched(gm, 1)) == [
         "gather_start 0", "wait_ 0", "use", "use", "use", "gather_start 1", "wait_ 1", "use",
     ]  # fmt: skip
@@ -120,7 +120,7 @@ def test_gathers_behind_a_late_one_keep_their_order():
     w, v, u = g.shard("w", 4), g.shard("v", 4), g.shard("u", 4)
     first = g.neg(g.unshard(w, 4))
     second = g.neg(g.unshard(g.neg(v), 4, of="v"))
-    gm = Bucket(ONE, 2, 0)(g.out(first, second, g.neg(g.unshard(u, 4))))
+    gm = Bucket(ONE, 2)(g.out(first, second, g.neg(g.unshard(u, 4))))
     starts = [line for line in order(prefetched(gm, 2)) if "start" in line]
     assert starts == ["gather_start 0", "gather_start 1", "gather_start 2"]
 
@@ -166,7 +166,7 @@ def test_a_reduction_is_awaited_before_its_result_is_used():
     a = g.reduce(g.neg(x), "a")
     norm = g.call(aten.add.Tensor, a, a)
     b = g.reduce(g.neg(x), "b")
-    gm = Bucket(ONE, 2, 0)(g.out(norm, b))
+    gm = Bucket(ONE, 2)(g.out(norm, b))
     assert order(prefetched(gm, 2)) == [
         "use", "reduce_start 0", "reduce_finish 0", "use", "use", "reduce_start 1",
         "reduce_finish 1",
@@ -179,7 +179,7 @@ def test_reductions_and_all_reductions_are_delayed_apart():
     gm = g.out(
         g.reduce(g.neg(x), "a"), g.all_reduce(g.neg(x), "b"), g.reduce(g.neg(x), "c"),
     )  # fmt: skip
-    assert order(prefetched(Bucket(ONE, 2, 0)(gm), 1)) == [
+    assert order(prefetched(Bucket(ONE, 2)(gm), 1)) == [
         "use", "reduce_start 0",
         "use", "all_reduce_start 0",
         "use", "reduce_finish 0", "reduce_start 1",
@@ -246,7 +246,7 @@ def most_alive(gm):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(programs(), st.integers(0, 3), st.sampled_from([1, 20, 40, 10**6]))
 def test_no_more_than_depth_and_one_buckets_are_alive(program, depth, max_bytes):
-    gm = Bucket(max_bytes, 3, 0)(build(program))
+    gm = Bucket(max_bytes, 3)(build(program))
     nodes = Counter((n.op, n.target, str(n.args)) for n in gm.graph.nodes)
     starts = [n.args[4] for n in calls(gm.graph, GATHER_START)]
     gm = Prefetch(depth)(gm)
@@ -273,7 +273,7 @@ def test_values_are_those_of_the_graph_before(program, depth, max_bytes):
     ]
 
     def scheduled(rank):
-        gm = Bucket(max_bytes, world, rank)(build(program, world, rank))
+        gm = Bucket(max_bytes, world)(build(program, world, rank))
         return Release()(Prefetch(depth)(gm))
 
     before = simulate([build(program, world, rank) for rank in range(world)], inputs)

@@ -14,7 +14,7 @@ ONE = 1  # byte: every parameter is its own bucket
 
 
 def released(gm, max_bytes=10**6):
-    gm = Release()(Bucket(max_bytes, 2, 0)(gm))
+    gm = Release()(Bucket(max_bytes, 2)(gm))
     verify(gm, "release")
     return gm
 
@@ -152,7 +152,7 @@ def test_reductions_have_no_mark():
 def test_marks_stay_behind_the_wait_when_gathers_are_prefetched():
     g = Graph()
     a, b = g.shard("a", 4), g.shard("b", 4)
-    gm = Bucket(ONE, 2, 0)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
+    gm = Bucket(ONE, 2)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
     gm = Release()(Prefetch(1)(gm))
     verify(gm, "release")
     same(

@@ -2,8 +2,8 @@
 
 import pytest
 from builders import BF16, Graph, aten, line
+from torch.utils.checkpoint import CheckpointPolicy
 
-from zcompile._torch import CheckpointPolicy
 from zcompile.passes import Residency, verify
 
 SAVE, AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE

@@ -34,7 +34,7 @@ def valid(stop=3):
         g.reduce(g.mm(g.call(aten.t.default, h), y), "b"),
         g.all_reduce(g.call(aten.sum.dim_IntList, y, [0]), "bias"),
     )
-    for each in [Bucket(1, 3, 0), Prefetch(1), Release()][:stop]:
+    for each in [Bucket(1, 3), Prefetch(1), Release()][:stop]:
         gm = each(gm)
     return gm
 
@@ -93,7 +93,7 @@ def test_a_gather_that_is_awaited_twice():
 def test_a_gather_that_is_awaited_in_part():
     g = Graph()
     a, b = g.shard("a", 4), g.shard("b", 4)
-    gm = Bucket(1000, 2, 0)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
+    gm = Bucket(1000, 2)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
     (wait,) = calls(gm.graph, WAIT)
     wait.args = (wait.args[0][:1], *wait.args[1:])
     with pytest.raises(GraphError):

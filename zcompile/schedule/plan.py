@@ -168,7 +168,7 @@ def _values(node: fx.Node) -> list[Any]:
     """Whole values: gathered parameters, or gradients before they are reduced."""
     if node.target is GATHER_START:
         return list(node.meta["val"])
-    return [grad.meta["val"] for grad in node.args[0]]  # type: ignore[union-attr]
+    return [grad.meta["val"] for grad in node.args[0]]
 
 
 def _dtype(node: fx.Node, native: bool) -> Any:
@@ -177,7 +177,7 @@ def _dtype(node: fx.Node, native: bool) -> Any:
     reduce_dtype = node.args[1]
     if node.target is ALL_REDUCE_START or native:
         return reduce_dtype
-    return wire_dtype(_values(node)[0].dtype, reduce_dtype)  # type: ignore[arg-type]
+    return wire_dtype(_values(node)[0].dtype, reduce_dtype)
 
 
 def _sent(node: fx.Node, values: list[Any], itemsize: int, world: int, native: bool) -> int:
