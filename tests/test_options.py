@@ -23,7 +23,7 @@ def test_defaults():
     options = Options.parse(None)
     assert options == Options.parse({}) == Options()
     assert (options.stage, options.prefetch, options.engine) == (3, None, "inductor")
-    assert options.bucket_bytes == 32 * 2**20
+    assert options.bucket_bytes is None
     assert options.param_dtype is None
     assert options.disable == ()
 

@@ -52,8 +52,8 @@ def test_a_step_does_no_graph_work_and_little_python(ranks):
             "backend.py", "control.py", "dialect.py", "comm.py", "layout.py", "buffers.py",
             "collectives.py", "parameter.py",
         }  # fmt: skip
-        assert seen["backend.py"] == 2 and seen["control.py"] <= 6, "once a graph"
-        assert seen["dialect.py"] == 2 * collectives
-        assert seen["comm.py"] <= 12 * collectives
+        assert seen["backend.py"] <= 3 and seen["control.py"] == 2, "once a graph"
+        assert seen["dialect.py"] <= 3 * collectives
+        assert seen["comm.py"] <= 20 * collectives
         # Wrapping gradients as DTensors; not a gather, which would be a graph break.
         assert seen.get("parameter.py", 0) <= 4 * LAYERS
