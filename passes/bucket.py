@@ -38,9 +38,7 @@ from zcompile.passes.graph import (
     calls,
     first_user,
     items,
-    latest,
     nbytes,
-    positions,
     trivial_source,
 )
 
@@ -67,27 +65,21 @@ class Bucket:
         return gm
 
     def _gathers(self, graph: fx.Graph) -> list[list[fx.Node]]:
-        position = positions(graph)
         for node in calls(graph, UNSHARD):
             if not node.users:
                 graph.erase_node(node)
-        found = calls(graph, UNSHARD)
-        found.sort(key=lambda n: position[first_user(n, position)])
-        ready = {n: position[trivial_source(n.args[0])] for n in found}
+        found = sorted(calls(graph, UNSHARD), key=first_user)
 
         def fits(bucket: Sequence[fx.Node], node: fx.Node) -> bool:
             # Every shard must exist where the bucket's first parameter is used.
-            return ready[node] < position[first_user(bucket[0], position)]
+            return trivial_source(node.args[0]) < first_user(bucket[0])
 
         return self._pack(found, lambda n: (n.args[2], n.args[4]), fits)
 
     def _reductions(self, graph: fx.Graph, target: Any) -> list[list[fx.Node]]:
-        position = positions(graph)
-
         def fits(bucket: Sequence[fx.Node], node: fx.Node) -> bool:
             # No result may be used before the bucket's last gradient is there.
-            used = [position[first_user(n, position)] for n in bucket if n.users]
-            return position[node] < min(used, default=len(position))
+            return all(node < first_user(n) for n in bucket if n.users)
 
         def kind(node: fx.Node) -> Any:
             return (*node.args[1:4], node.args[0].meta["val"].dtype)
@@ -116,7 +108,7 @@ class Bucket:
         dtype, reduce_dtype, group = bucket[0].args[1:4]
         grads = [n.args[0] for n in bucket]
         buffers = [_received(n, self.world) for n in bucket]
-        with graph.inserting_after(latest(bucket, positions(graph))):
+        with graph.inserting_after(max(bucket)):
             start = add(graph, REDUCE_START, (grads, reduce_dtype, group, key), buffers)
         with _after(graph, start):
             received = items(graph, start, buffers)
@@ -132,7 +124,7 @@ class Bucket:
         grads = [n.args[0] for n in bucket]
         results = [n.meta["val"] for n in bucket]
         flat = results[0].new_empty(sum(r.numel() for r in results), dtype=reduce_dtype)
-        with graph.inserting_after(latest(bucket, positions(graph))):
+        with graph.inserting_after(max(bucket)):
             start = add(graph, ALL_REDUCE_START, (grads, reduce_dtype, group, key), flat)
         with _after(graph, start):
             finish = add(graph, ALL_REDUCE_FINISH, (grads, start, dtype, group, key), results)
@@ -142,11 +134,10 @@ class Bucket:
 
 
 def _merge_gathers(graph: fx.Graph, bucket: list[fx.Node], key: str) -> None:
-    position = positions(graph)
     shards = [trivial_source(n.args[0]) for n in bucket]
     rows = [n.args[1] for n in bucket]
     dtype, group = bucket[0].args[2], bucket[0].args[4]
-    use = min((first_user(n, position) for n in bucket), key=position.__getitem__)
+    use = min(first_user(n) for n in bucket)
     fulls = [n.meta["val"] for n in bucket]
     with graph.inserting_before(use):
         start = add(graph, GATHER_START, (shards, rows, dtype, group, key), fulls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,9 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: index for index, node in enumerate(graph.nodes)}
 
 
-def first_user(node: fx.Node, position: dict[fx.Node, int]) -> fx.Node:
-    return min(node.users, key=position.__getitem__)
-
-
-def latest(nodes: Iterable[fx.Node], position: dict[fx.Node, int]) -> fx.Node:
-    return max(nodes, key=position.__getitem__)
+def first_user(node: fx.Node) -> fx.Node:
+    """The user that comes first in the graph. (Nodes of one graph compare by position.)"""
+    return min(node.users)
 
 
 def is_view(node: fx.Node, of: fx.Node) -> bool:

@@ -27,7 +27,7 @@ from zcompile.dialect import (
     REDUCE_START,
     WAIT,
 )
-from zcompile.passes.graph import calls, first_user, item_users, latest, positions
+from zcompile.passes.graph import calls, first_user, item_users
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,29 @@ class Prefetch:
 
     def _advance_gathers(self, graph: fx.Graph) -> None:
         starts = calls(graph, GATHER_START)
-        top = [n for n in graph.nodes if n.op == "placeholder"]
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
         for index, start in enumerate(starts):
+            behind = [*start.all_input_nodes]
             if index == 0:
-                target = top[-1] if top else None
+                behind += inputs[-1:]
             else:
-                target = wait_of(starts[max(index - self.depth, 0)])
-                # Issued in order: behind what was already put there.
-                for earlier in starts[max(index - self.depth, 0) + 1 : index]:
-                    target = latest([target, *_issue(earlier)], positions(graph))
-            if target is None:
-                continue
-            position = positions(graph)
-            ready = latest([target, *start.all_input_nodes], position)
-            if position[ready] < position[start]:
+                # In order of issue, and no earlier than the bucket `depth` before it is there.
+                behind += _issue(starts[index - 1])
+                behind.append(wait_of(starts[max(index - self.depth, 0)]))
+            ready = max(behind, default=start)
+            if ready < start:
                 for node in reversed(_issue(start)):
                     ready.append(node)
 
     def _delay_reductions(self, graph: fx.Graph, issue: object, finish: object) -> None:
         starts, finishes = calls(graph, issue), calls(graph, finish)
-        output = next(n for n in graph.nodes if n.op == "output")
+        output = next(n for n in reversed(graph.nodes) if n.op == "output")
         for index, node in enumerate(finishes):
             later = index + self.depth
             target = starts[later] if later < len(starts) else output
-            position = positions(graph)
             moved = [node, *item_users(node)]
-            uses = [first_user(n, position) for n in moved[1:] if n.users]
-            target = min([target, *uses], key=position.__getitem__)
-            if position[target] > position[moved[-1]]:
+            target = min([target, *(first_user(n) for n in moved[1:] if n.users)])
+            if target > moved[-1]:
                 for each in moved:
                     target.prepend(each)
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.dialect import RELEASE, WAIT
-from zcompile.passes.graph import add, aliases, calls, latest, positions
+from zcompile.passes.graph import add, aliases, calls
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Release:
             uses = {u for full in fulls for alias in aliases(full) for u in alias.users}
             if any(u.op == "output" for u in uses):
                 continue
-            with graph.inserting_after(latest({*uses, wait}, positions(graph))):
+            with graph.inserting_after(max({*uses, wait})):
                 add(graph, RELEASE, (fulls, key), None)
         gm.recompile()
         return gm

@@ -1,5 +1,7 @@
 """Bad input gets an error that names the value, the limit and the remedy."""
 
+import time
+
 import pytest
 import torch
 from parity import options
@@ -56,15 +58,18 @@ def test_a_mesh_of_two_dimensions_is_refused_and_its_part_works(ranks):
 
 
 def _replaced(rank, world):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     compiled = torch.compile(model, backend="zero", options=options(3))
     compiled(torch.ones(2, 8))
     model[1].weight = nn.Parameter(torch.ones(4, 8))
     with pytest.raises(ZeroError, match=r"'1\.weight' was sharded as \(8, 8\) and is now \(4, 8\)"):
-        compiled(torch.ones(2, 8))
+        model[1](torch.ones(2, 8))
+    # The next compilation meets a new parameter, and shards it like any other.
+    compiled(torch.ones(2, 8)).sum().backward()
+    assert tuple(model[1].weight.grad.full_tensor().shape) == (4, 8)
 
 
-def test_a_parameter_of_another_shape_after_sharding_is_named(ranks):
+def test_a_parameter_of_another_shape_after_sharding_is_named_and_sharded_anew(ranks):
     ranks(_replaced)
 
 
@@ -81,7 +86,6 @@ class Clamps(nn.Module):
 
 def _writes(rank, world):
     compiled = torch.compile(Clamps(), backend="zero", options=options(3))
-    compiled(torch.ones(2, 8))
     with pytest.raises(Exception, match=r"writes into parameter 'inner\.weight' in place"):
         compiled(torch.ones(2, 8))
 
@@ -119,3 +123,83 @@ def test_nothing_that_initialises_a_meta_tensor_is_named():
         model = Bare()
     with pytest.raises(ZeroError, match=r"table is on meta and Bare has no reset_parameters"):
         zcompile.shard(model)
+
+
+def _disjoint(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "dp"))
+    torch.manual_seed(0)
+    model = zcompile.shard(nn.Linear(8, 8), mesh=mesh["dp"], persistence_threshold=0)
+    compiled = torch.compile(
+        model, backend="zero", options=options(3, mesh=mesh["dp"], persistence_threshold=0)
+    )
+    for _ in range(2):
+        model.zero_grad()
+        compiled(torch.full((2, 8), float(rank))).sum().backward()
+    return model.bias.grad.full_tensor()[0].item(), model.weight.grad.full_tensor()[0, 0].item()
+
+
+def test_disjoint_meshes_average_each_over_its_own(ranks):
+    low, _, high, _ = ranks(_disjoint, world=4)
+    assert low == (2.0, 2 * 0.5) and high == (2.0, 2 * 2.5)
+
+
+def _stale(rank, world):
+    model = nn.Linear(8, 8)
+    kept = {"pair": (model.weight, 1), "by": {model.bias: 2}}
+    holder = type("Holder", (), {})()
+    holder.weight = model.weight
+    local = model.weight
+    zcompile.shard(model, persistence_threshold=0)
+    assert kept["pair"][0] is model.weight and kept["by"] == {model.bias: 2}
+    assert holder.weight is model.weight
+    with pytest.raises(ZeroError, match="this is parameter weight as it was before it was sharded"):
+        local.sum()
+
+
+def test_a_reference_that_could_not_follow_raises_when_used(ranks):
+    ranks(_stale)
+
+
+def _never_compiled(rank, world):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="zero", options=options(3))
+    with torch.compiler.set_stance("force_eager"):
+        compiled(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ZeroError, match="was never sharded: its gradient is this rank's alone"):
+        optimizer.step()
+
+
+def test_a_model_that_nothing_compiled_does_not_train_unsynchronised(ranks):
+    ranks(_never_compiled)
+
+
+def _outside(rank, world):
+    model, criterion = nn.Linear(8, 8), nn.Linear(8, 1)
+    params = [*model.parameters(), *criterion.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1, foreach=False)
+    compiled = torch.compile(model, backend="zero", options=options(3))
+    criterion(compiled(torch.ones(2, 8))).sum().backward()
+    with pytest.warns(zcompile.ZeroWarning, match="also holds 2 parameters of no sharded model"):
+        optimizer.step()
+
+
+def test_parameters_of_no_sharded_model_are_pointed_out(ranks):
+    ranks(_outside)
+
+
+def _caught(rank, world):
+    model = nn.Embedding(8, 8)
+    compiled = torch.compile(model, backend="zero", options=options(3))
+    compiled(torch.tensor([1])).sum().backward()
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            compiled(torch.tensor([100]))
+        time.sleep(1.5)
+        compiled(torch.tensor([2])).sum().backward()
+
+
+def test_an_exception_that_every_rank_catches_ends_nothing(ranks):
+    ranks(_caught)

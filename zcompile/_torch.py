@@ -8,6 +8,7 @@
 | OptimizedModule, OptimizeContext | what is being called, and with which backend and options |
 | callback_handler | the moment before a frame is traced |
 | RestartAnalysis, SkipFrame | Dynamo's control flow, which passes through backends |
+| ShortenTraceback | an error that reaches the user as it is |
 | TracingContext, detect_fake_mode | whether a tracer reads a parameter, and its fake mode |
 | _get_default_store | the rendezvous store |
 | FakeStore, register_process_group | a dumped graph runs alone |
@@ -28,7 +29,7 @@ from torch._C._distributed_c10d import _register_process_group as register_proce
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
-from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -67,6 +68,7 @@ __all__ = [
     "register_process_group",
     "saved_tensors_first",
     "select_decomp_table",
+    "shortened",
     "without_autograd_cache",
 ]
 
@@ -117,6 +119,15 @@ def before_each_compile(callback: Callable[[Any], None]) -> None:
         callback_handler.start_callbacks = _Kept(callback_handler.start_callbacks)
     callback_handler.start_callbacks.kept.append(callback)
     callback_handler.start_callbacks.append(callback)
+
+
+def shortened(error: Exception) -> Exception:
+    """The same error in a form that Dynamo hands to the caller as it is, without its own frames."""
+    kind = type(error)
+    if issubclass(kind, ShortenTraceback):
+        return error
+    both = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    return both(*error.args, first_useful_frame=None)
 
 
 def compiled_call(frame: FrameType) -> tuple[OptimizeContext, Any, Any, Any] | None:

@@ -47,6 +47,7 @@ def zero(
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any] | Options | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """What torch.compile(model, backend="zero", options=...) calls with each traced graph.
 
@@ -55,6 +56,10 @@ def zero(
         ZeroError: the world or the model is not what zcompile can run.
     """
     chosen = Options.parse(options)
+    if mode not in (None, "default"):
+        raise OptionError(
+            f"mode {mode!r} is Inductor's; give its settings as options={{'inductor': {{...}}}}"
+        )
     for name in chosen.disable:
         if name not in OPTIONAL:
             raise OptionError(f"pass {name!r} cannot be disabled; optional ones: {OPTIONAL}")
@@ -229,11 +234,8 @@ class Guarded:
         self.control.agree(self.mark, self.plan.lines)
         for kind, sent in self.counted:
             comm.count(kind, sent)
-        try:
+        with self.control.run():
             return self.run_graph(args)
-        except BaseException as error:
-            self.control.fail(error)
-            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.run_graph, name)

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,19 +52,25 @@ class Control:
             list(members),
             backend="gloo",
             timeout=timedelta(seconds=timeout),
-            use_local_synchronization=True,
+            use_local_synchronization=len(members) < dist.get_world_size(),
         )
         # Disjoint meshes have groups of the same name; their failures are their own.
         prefix = f"zcompile/{name}/{members[0]}"
         self.store = dist.PrefixStore(prefix, _get_default_store().clone())
         self.failure: str | None = None
+        self.runs = 0
+        self.running = False
         self._data: list[dist.ProcessGroup] = []
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(
+            target=_watch,
+            args=(weakref.ref(self), self._ended),
+            name=f"zcompile-{name}",
+            daemon=True,
+        )
         _controls.add(self)
         _install_hooks()
-        watch = threading.Thread(
-            target=_watch, args=(weakref.ref(self),), name=f"zcompile-{name}", daemon=True
-        )
-        watch.start()
+        self._watcher.start()
 
     def guard(self, group: dist.ProcessGroup) -> None:
         """Cut `group` too when another rank fails."""
@@ -90,16 +96,38 @@ class Control:
             raise self.explain(error) from error
         raise ZeroError(first_difference(everyone))
 
+    @contextlib.contextmanager
+    def run(self) -> Iterator[None]:
+        """Around a graph's collectives. An exception that all ranks meet alike, and catch, leaves
+        them where they were; one that only this rank meets ends the others' wait."""
+        self.runs += 1
+        self.running = True
+        try:
+            yield
+        except BaseException as error:
+            report = {"rank": self.rank, "text": self._text(error), "run": self.runs}
+            with contextlib.suppress(Exception):
+                self.store.set("stumbled", json.dumps(report))
+            raise
+        finally:
+            self.running = False
+
+    def _text(self, error: BaseException) -> str:
+        return f"rank {self.rank} failed: {type(error).__name__}: {error}"
+
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. The first failure is the one that is kept."""
-        text = f"rank {self.rank} failed: {type(error).__name__}: {error}"
+        report = json.dumps({"rank": self.rank, "text": self._text(error)})
         with contextlib.suppress(Exception):
-            self.store.compare_set("failed", "", json.dumps({"rank": self.rank, "text": text}))
+            self.store.compare_set("failed", "", report)
 
     def leave(self) -> None:
         """Tell the other ranks that this process ends in order."""
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.rank}", "1")
+        # A thread inside the store while the interpreter ends would abort the process.
+        self._ended.set()
+        self._watcher.join(timeout=5)
 
     def explain(self, error: BaseException) -> ZeroError:
         """What happened, for a rank whose connection broke. Takes at most a few seconds."""
@@ -126,15 +154,18 @@ class Control:
         return ZeroError(f"a collective failed on rank {self.rank}: {error}")
 
     def _published(self) -> str | None:
-        try:
-            if not self.store.check(["failed"]):
+        """Another rank's failure: one that ended it, or one in the graph that this rank is in."""
+        for key in ("failed", "stumbled"):
+            try:
+                if not self.store.check([key]):
+                    continue
+                report = json.loads(self.store.get(key))
+            except Exception:
                 return None
-            report = json.loads(self.store.get("failed"))
-        except Exception:
-            return None
-        if report["rank"] == self.rank:
-            return None
-        return f"{report['text']} (rank {self.rank} stopped because of it)"
+            here = self.running and report.get("run") == self.runs
+            if report["rank"] != self.rank and (key == "failed" or here):
+                return f"{report['text']} (rank {self.rank} stopped because of it)"
+        return None
 
     def _missing(self) -> tuple[list[int], list[int]]:
         left, silent = [], []
@@ -179,18 +210,20 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _watch(ref: weakref.ref[Control]) -> None:
-    while True:
+def _watch(ref: weakref.ref[Control], ended: threading.Event) -> None:
+    before: str | None = None
+    while not ended.wait(POLL_SECONDS):
         control = ref()
         if control is None or not dist.is_initialized():
             return
         text = control._published()
+        # Twice in a row: a rank that is about to meet the same exception gets the time to.
+        before, text = text, text if text == before else None
         if text is not None:
             control.failure = text
             control._cut()
             return
         del control
-        time.sleep(POLL_SECONDS)
 
 
 _installed = False

@@ -117,6 +117,8 @@ def _reduce_grad(
 ) -> Tensor:
     where = comm.find(group)
     _agree(where, "reduce-scatter", name, grad.shape, reduce_dtype)
+    if grad.is_sparse:  # of nn.Embedding(sparse=True)
+        grad = grad.to_dense()
     grad = grad.to(collectives.wire_dtype(grad.dtype, reduce_dtype)).contiguous()
     first, last = where.owned(grad.shape[0])
     if where.native and where.pg is not None:
@@ -140,6 +142,8 @@ def _all_reduce_grad(
 ) -> Tensor:
     where = comm.find(group)
     _agree(where, "all-reduce", name, grad.shape, reduce_dtype)
+    if grad.is_sparse:
+        grad = grad.to_dense()
     flat = collectives.flatten([grad], reduce_dtype)
     comm.all_reduce_start(flat, where, _ALONE)
     comm.wait(where, _ALONE)

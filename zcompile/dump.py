@@ -141,7 +141,8 @@ def _literal(node: fx.Node, group: str) -> str:
         shape, sharded = [_hint(s) for s in value.shape], not value.placements[0].is_replicate()
         return f"parameter(mesh, {group!r}, {shape}, {value.dtype}, {sharded})"
     if isinstance(value, torch.Tensor):
-        return f"torch.zeros({[_hint(s) for s in value.shape]}, dtype={value.dtype})"
+        shape, stride = ([_hint(n) for n in numbers] for numbers in (value.shape, value.stride()))
+        return f"torch.empty_strided({shape}, {stride}, dtype={value.dtype}).zero_()"
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return repr(value.node.hint)
     return repr(value) if isinstance(value, (int, float, bool, str)) else "None"

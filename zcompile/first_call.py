@@ -13,23 +13,32 @@ is; the next call compiles.
 from __future__ import annotations
 
 import dis
+import gc
+import os
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile._torch import (
     OptimizedModule,
     before_each_compile,
     compiled_call,
     original_backend,
+    shortened,
 )
+from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
-from zcompile.sharding import is_sharded, outermost_owners, shard
+from zcompile.sharding import is_sharded, outermost_owners, read_through_dialect, shard
 
 Backend = Callable[..., Any]
 
@@ -42,10 +51,59 @@ def watch(backend: Backend) -> None:
             found = _call(frame, backend)
             if found is not None:
                 modules, options = found
-                shard_whole(modules, Options.parse(options))
+                try:
+                    shard_whole(modules, Options.parse(options))
+                except ZeroError as error:
+                    raise shortened(error) from error.__cause__
                 return
 
     before_each_compile(start)
+    _watch_optimizers(backend)
+
+
+def _watch_optimizers(backend: Backend) -> None:
+    """At each optimizer's first step, look for parameters that nothing synchronises."""
+    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in seen:
+            seen.add(optimizer)
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _ranks() > 1:
+                _refuse_unsharded(optimizer, backend)
+
+    register_optimizer_step_pre_hook(check)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _refuse_unsharded(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    whole = {id(p) for p in params if not isinstance(p, DTensor) and p.grad is not None}
+    if not whole:
+        return
+    for module in (o for o in gc.get_objects() if type(o) is OptimizedModule):
+        compiler = original_backend(module.dynamo_ctx)
+        if getattr(compiler, "compiler_fn", compiler) is not backend:
+            continue
+        for name, param in module._orig_mod.named_parameters():
+            if id(param) in whole:
+                raise ZeroError(
+                    f"parameter {name!r} of a model compiled with backend='zero' is about to be "
+                    "updated and was never sharded: its gradient is this rank's alone. Nothing of "
+                    "the model was compiled (a recompile limit, a stance or a disabled forward). "
+                    "Call zcompile.shard(model, ...) before training"
+                )
+    if any(is_sharded(p) for p in params):
+        shapes = [tuple(p.shape) for p in params if id(p) in whole]
+        warnings.warn(
+            f"the optimizer also holds {len(whole)} parameters of no sharded model, of shapes "
+            f"{shapes[:4]}: their gradients are not averaged over the ranks. Shard their module "
+            "too: zcompile.shard(module, ...)",
+            ZeroWarning,
+            stacklevel=4,
+        )
 
 
 def shard_whole(modules: list[nn.Module], options: Options) -> None:
@@ -57,6 +115,8 @@ def shard_whole(modules: list[nn.Module], options: Options) -> None:
         whole = [p for p in module.parameters() if not is_sharded(p)]
         for root in outermost_owners(whole):
             shard(root, options)
+        for inner in module.modules():
+            read_through_dialect(inner)  # one that was given a sharded parameter since
 
 
 class FirstCall:

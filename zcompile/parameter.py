@@ -58,6 +58,8 @@ class ZeroParameter(DTensor):
     """See the module's text. `spec` is a ParamSpec."""
 
     spec: ParamSpec
+    # Whether a gathered copy may be written: not one of `param.data`, which is asked for to write.
+    writable_whole = True
 
     @staticmethod
     def make(
@@ -127,7 +129,7 @@ def _dtensor_spec(local: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensorSp
 
 # Attribute getters that compute a view of the values rather than say something about the tensor.
 _VIEW_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-_DATA_GETTER = Tensor.data.__get__
+_DATA_GETTER, _DATA_SETTER = Tensor.data.__get__, Tensor.data.__set__
 _GRAD_SETTER = Tensor.grad.__set__
 _ABOUT_THE_TENSOR = frozenset(
     "__get__ __set__ __delete__ __repr__ __format__ __len__ __hash__ __deepcopy__ __reduce_ex__ "
@@ -153,7 +155,12 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if name == "__setitem__" or _fills(func, name):
         return _write_whole(func, target, args, kwargs)
     if func == _DATA_GETTER:
-        return target.__class__.make(target._local_tensor, target.spec, target.device_mesh, False)
+        data = ZeroParameter.make(target._local_tensor, target.spec, target.device_mesh, False)
+        data.writable_whole = False
+        return data
+    if func == _DATA_SETTER and type(target) is ZeroParameter:
+        with torch.no_grad():
+            return target.copy_(args[1])
     if name.startswith("_fused") or (name.startswith("_foreach") and name.endswith("_")):
         args, kwargs = tree_map(_local_part, (args, kwargs))
     elif _is_in_place(func, name):
@@ -263,7 +270,7 @@ def _whole(value: Any) -> Any:
         )
     # Without gradients the copy is made read-only (an inference tensor): a write through a view of
     # it, such as weight[2].zero_(), would be lost, and raises instead.
-    lost = value.requires_grad and not torch.is_grad_enabled()
+    lost = not (torch.is_grad_enabled() and value.writable_whole)
     with torch.inference_mode() if lost else contextlib.nullcontext():
         return unsharded(value.to_local(grad_placements=spec.placements), spec)
 

@@ -7,6 +7,7 @@ and containers that held the old tensors are re-pointed to the new ones.
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zcompile import comm
-from zcompile._torch import OptimizedModule
+from zcompile._torch import OptimizedModule, no_torch_function
 from zcompile.control import fingerprint
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
@@ -60,6 +61,12 @@ def shard(
     else:
         chosen = Options.parse({**(options or {}), **named})
     root = getattr(model, "_orig_mod", model)
+    for name, param in root.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ZeroError(
+                f"parameter {name!r} has no shape yet: call the lazy module once before it is "
+                "sharded or compiled"
+            )
     world = join(chosen, _device(root))
     _agree_on_names(root, world)
     # A first call may be an evaluation; what is made here must train all the same.
@@ -68,7 +75,7 @@ def shard(
         _replace(_plain_parameters(root), chosen, world)
         _sync_buffers(root, chosen, world)
     for module in root.modules():
-        _read_through_dialect(module)
+        read_through_dialect(module)
     if chosen.param_dtype is not None and chosen.cast_inputs:
         _cast_inputs(root, chosen.param_dtype)
     return model
@@ -164,7 +171,7 @@ def _replace(
     stands_for: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Swap parameters for shards, everywhere they are held. `stands_for`: the meta originals."""
-    olds = list(params.values())
+    names, olds = list(params), list(params.values())
     news = []
     optimizers = _live_optimizers()
     for name, old in params.items():
@@ -185,11 +192,28 @@ def _replace(
     _repoint(olds, news)
     if stands_for:
         _repoint(list(stands_for.values()), news)
-    for old in olds:
-        # Whoever still holds the old tensor meets an error about its shape, not stale values,
-        # and its memory is free.
+    for name, old in zip(names, olds, strict=True):
+        # Its memory is free, and whoever still holds it meets an error, not stale values.
         old.grad = None
         old.data = old.data.new_empty(0)
+        old.parameter_name = name
+        old.__class__ = Stale
+
+
+class Stale(nn.Parameter):
+    """What is left of a parameter that was sharded, where a reference could not be re-pointed."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__repr__":
+            return "<a parameter that was sharded since>"
+        with no_torch_function():
+            names = [a.parameter_name for a in args if type(a) is Stale]
+        raise ZeroError(
+            f"this is parameter {', '.join(names)} as it was before it was sharded, kept in a "
+            "variable, a tuple or a slot: read it again from the model. zcompile.shard(model) "
+            "ahead of such references avoids the question"
+        )
 
 
 def _spec(name: str, param: Tensor, options: Options, world: World) -> ParamSpec:
@@ -249,20 +273,23 @@ def _shard_state(optimizer: torch.optim.Optimizer, old: Tensor, new: ZeroParamet
 
 
 def _repoint(olds: list[Any], news: list[Any]) -> None:
-    """Replace tensors in every list, dict, set and closure that holds them, as if they had become
-    the new ones: a tensor cannot turn into one of another class in place."""
+    """Replace tensors in every list, dict, set, tuple, closure and attribute that holds them, as if
+    they had become the new ones: a tensor cannot turn into one of another class in place."""
+    if not olds:
+        return
     memo = {id(old): new for old, new in zip(olds, news, strict=True)}
     ours = {id(olds), id(news), id(memo)}
-    holders = [h for h in gc.get_referrers(*olds) if id(h) not in ours] if olds else []
-    named = [h for h in holders if type(h) is tuple and len(h) == 2 and type(h[0]) is str]
+    holders = [h for h in gc.get_referrers(*olds) if id(h) not in ours]
     for holder in holders:
         _replace_in(holder, memo)
-    if named:
-        # list(model.named_parameters()) holds tuples, which are replaced where they stand.
-        pairs = {id(t): (t[0], memo.get(id(t[1]), t[1])) for t in named}
-        for holder in gc.get_referrers(*named):
-            if type(holder) is list and holder is not named and holder is not holders:
-                _replace_in(holder, pairs)
+    # A tuple cannot change; it is replaced where it stands, such as in list(named_parameters()).
+    tuples = [h for h in holders if type(h) is tuple]
+    if tuples:
+        rebuilt = {id(t): tuple(memo.get(id(v), v) for v in t) for t in tuples}
+        ours = {id(tuples), id(holders)}
+        for holder in gc.get_referrers(*tuples):
+            if id(holder) not in ours:
+                _replace_in(holder, rebuilt)
 
 
 def _replace_in(holder: Any, memo: Mapping[int, Any]) -> None:
@@ -271,6 +298,11 @@ def _replace_in(holder: Any, memo: Mapping[int, Any]) -> None:
             if id(value) in memo:
                 holder[index] = memo[id(value)]
     elif isinstance(holder, dict):
+        if any(id(key) in memo for key in holder):
+            pairs = [(memo.get(id(k), k), memo.get(id(v), v)) for k, v in holder.items()]
+            holder.clear()
+            holder.update(pairs)
+            return
         for key, value in list(holder.items()):
             if id(value) in memo:
                 dict.__setitem__(holder, key, memo[id(value)])
@@ -280,12 +312,17 @@ def _replace_in(holder: Any, memo: Mapping[int, Any]) -> None:
             holder.add(memo[id(value)])
     elif type(holder) is CellType:
         holder.cell_contents = memo[id(holder.cell_contents)]
+    elif isinstance(getattr(holder, "__dict__", None), dict):
+        # An instance's attributes: since Python 3.11 they need not be in a dict that gc sees.
+        for name, value in list(vars(holder).items()):
+            if id(value) in memo:
+                vars(holder)[name] = memo[id(value)]
 
 
 # How a module reads its parameters
 
 
-def _read_through_dialect(module: nn.Module) -> None:
+def read_through_dialect(module: nn.Module) -> None:
     """Give the module a subclass of its class in which sharded parameters are properties.
 
     One class per module: what a property returns is constant under its class, so a compiler needs
@@ -304,6 +341,9 @@ def _read_through_dialect(module: nn.Module) -> None:
     members |= {
         "_zero_specs": specs,
         "_apply": _apply_in_place,
+        "__reduce_ex__": _refuse_pickle,
+        "__copy__": lambda self: _copied(self, dict(self.__dict__)),
+        "__deepcopy__": _deep_copied,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -339,6 +379,25 @@ def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Any]:
 
 def _flat_weights(self: nn.Module) -> list[Any]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _refuse_pickle(self: nn.Module, protocol: Any) -> Any:
+    raise ZeroError(
+        "a sharded module cannot be pickled whole: save zcompile.full_state_dict(model), or "
+        "model.state_dict() with torch.distributed.checkpoint"
+    )
+
+
+def _copied(module: nn.Module, attributes: dict[str, Any]) -> nn.Module:
+    copied = module.__class__.__new__(module.__class__)
+    copied.__dict__.update(attributes)
+    return copied
+
+
+def _deep_copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    copied = memo[id(self)] = _copied(self, {})
+    copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+    return copied
 
 
 def _apply_in_place(

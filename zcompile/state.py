@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zcompile import world
 from zcompile.errors import ZeroError
 from zcompile.parameter import ZeroParameter, state_dtensor
 
@@ -37,7 +38,7 @@ def full_state_dict(
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     state = {}
     for key, value in _plain(model).state_dict().items():
-        whole = _whole(value, keep, device)
+        whole = _whole(value, keep, device, key)
         if keep:
             state[key] = whole
     if optimizer is None:
@@ -80,11 +81,12 @@ def _plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _whole(value: Any, keep: bool, device: torch.device | str) -> Any:
+def _whole(value: Any, keep: bool, device: torch.device | str, what: str) -> Any:
     """A whole tensor out of a shard. Collective: every rank must come here with the same one."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
+        world.agree(value.device_mesh, f"full_state_dict of {what} {tuple(value.shape)}")
         value = value.full_tensor()
     if not keep:
         return None
@@ -96,7 +98,10 @@ def _full_optimizer(
 ) -> dict[str, Any]:
     packed = optimizer.state_dict()
     state = {
-        index: {key: _whole(value, keep, device) for key, value in entry.items()}
+        index: {
+            key: _whole(value, keep, device, f"{key} of optimizer parameter {index}")
+            for key, value in entry.items()
+        }
         for index, entry in packed["state"].items()
     }
     return {"state": state, "param_groups": packed["param_groups"]} if keep else {}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zcompile import comm
-from zcompile.control import Control
+from zcompile.control import Control, fingerprint
 from zcompile.errors import ZeroError
 from zcompile.options import Options
 
@@ -85,9 +85,22 @@ def _group(
         pg_name = dist.group.WORLD.group_name if native else ""
         return comm.register(comm.Group(name, rank, len(members), native=native, pg_name=pg_name))
     # A group of our own: the user's messages on theirs can never be taken for ours.
-    # Only members take part: disjoint meshes make theirs at the same time.
-    pg = dist.new_group(list(members), use_local_synchronization=True)
+    # On a part of the job only members take part: disjoint meshes make theirs at the same time.
+    part = len(members) < dist.get_world_size()
+    pg = dist.new_group(list(members), use_local_synchronization=part)
     control = Control(name, members, rank, options.check_timeout) if options.check else None
     if control is not None:
         control.guard(pg)
     return comm.register(comm.Group(name, rank, len(members), pg, native, control, pg.group_name))
+
+
+def agree(mesh: DeviceMesh, line: str) -> None:
+    """Check that every rank of a mesh is about to do what `line` says, on each group over it.
+
+    Raises:
+        ZeroError: on every rank, naming what the others are about to do.
+    """
+    for world in _worlds.values():
+        if world.mesh is mesh and world.group.control is not None:
+            world.group.control.agree(fingerprint([line]), lambda: [line])
+            return
