@@ -32,6 +32,7 @@ RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
+DUMP = os.environ.get("ZCOMPILE_DUMP", "runs/dump")
 MAX_GRAD_NORM = 1.0
 HELD_OUT_BATCHES = 4
 COMPILE_STEPS = 2  # the first steps compile and warm up: that is not training time
@@ -49,7 +50,7 @@ def parse_args() -> argparse.Namespace:
     add("--backend", choices=["zero", "inductor", "eager"], default="zero")
     add("--stage", type=int, choices=range(4), default=3, help="ZeRO stage")
     add("--engine", choices=["inductor", "eager"], default="inductor", help="zero's code generator")
-    add("--dump", type=Path, default=Path("runs/dump"), help="folder for zero's schedule")
+    add("--dump", type=Path, default=Path(DUMP), help="folder for zero's schedule")
     add("--dtype", choices=["fp32", "bf16"], default="fp32", help="compute dtype")
     add("--steps", type=int, default=60)
     add(
