@@ -167,7 +167,7 @@ def _never_compiled(rank, world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, backend="zero", options=options(3))
     with torch.compiler.set_stance("force_eager"):
-        compiled(torch.ones(2, 8)).sum().backward()
+        compiled(torch.full((2, 8), float(rank))).sum().backward()
     with pytest.raises(ZeroError, match="was never sharded: its gradient is this rank's alone"):
         optimizer.step()
 

@@ -66,10 +66,9 @@ def _watch_optimizers(backend: Backend) -> None:
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer not in seen:
+        alone = max(int(os.environ.get("WORLD_SIZE", "1")), _ranks()) == 1
+        if optimizer not in seen and (alone or _is_synchronised(optimizer, backend)):
             seen.add(optimizer)
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1 or _ranks() > 1:
-                _refuse_unsharded(optimizer, backend)
 
     register_optimizer_step_pre_hook(check)
 
@@ -78,17 +77,20 @@ def _ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _refuse_unsharded(optimizer: torch.optim.Optimizer, backend: Backend) -> None:
+def _is_synchronised(optimizer: torch.optim.Optimizer, backend: Backend) -> bool:
+    """Whether no more need be asked of this optimizer. Raises where ranks would drift apart."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     whole = {id(p) for p in params if not isinstance(p, DTensor) and p.grad is not None}
     if not whole:
-        return
+        return True
     for module in (o for o in gc.get_objects() if type(o) is OptimizedModule):
         compiler = original_backend(module.dynamo_ctx)
         if getattr(compiler, "compiler_fn", compiler) is not backend:
             continue
         for name, param in module._orig_mod.named_parameters():
             if id(param) in whole:
+                if not _gradients_differ(params):
+                    return False  # steps on the same data, before the first compiled call
                 raise ZeroError(
                     f"parameter {name!r} of a model compiled with backend='zero' is about to be "
                     "updated and was never sharded: its gradient is this rank's alone. Nothing of "
@@ -104,6 +106,16 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, backend: Backend) -> Non
             ZeroWarning,
             stacklevel=4,
         )
+    return True
+
+
+def _gradients_differ(params: list[Any]) -> bool:
+    if not dist.is_initialized():
+        return True
+    sums = [float(p.grad.double().sum()) for p in params if p.grad is not None]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sums)
+    return any(theirs != sums for theirs in everyone)
 
 
 def shard_whole(modules: list[nn.Module], options: Options) -> None:
