@@ -52,7 +52,7 @@ def test_a_step_does_no_graph_work_and_little_python(ranks):
             "backend.py", "control.py", "dialect.py", "comm.py", "layout.py", "buffers.py",
             "collectives.py", "parameter.py",
         }  # fmt: skip
-        assert seen["backend.py"] <= 3 and seen["control.py"] == 2, "once a graph"
+        assert seen["backend.py"] <= 3 and seen["control.py"] <= 6, "a few a graph"
         assert seen["dialect.py"] <= 3 * collectives
         assert seen["comm.py"] <= 20 * collectives
         # Wrapping gradients as DTensors; not a gather, which would be a graph break.
