@@ -18,10 +18,6 @@ def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function" and n.target in wanted]
 
 
-def positions(graph: fx.Graph) -> dict[fx.Node, int]:
-    return {node: index for index, node in enumerate(graph.nodes)}
-
-
 def first_user(node: fx.Node) -> fx.Node:
     """The user that comes first in the graph. (Nodes of one graph compare by position.)"""
     return min(node.users)

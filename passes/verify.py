@@ -22,7 +22,7 @@ from zcompile.dialect import (
     WAIT,
 )
 from zcompile.errors import GraphError
-from zcompile.passes.graph import aliases, calls, item_users, positions
+from zcompile.passes.graph import aliases, calls, item_users
 
 Rule = Callable[[fx.Graph], Iterator[str]]
 
@@ -50,7 +50,6 @@ def each_start_has_one_finish(graph: fx.Graph) -> Iterator[str]:
 
 
 def gathered_values_are_used_after_the_wait(graph: fx.Graph) -> Iterator[str]:
-    position = positions(graph)
     for start in calls(graph, GATHER_START):
         (wait,) = _finishes(start)[:1] or (None,)
         if wait is None:
@@ -59,17 +58,16 @@ def gathered_values_are_used_after_the_wait(graph: fx.Graph) -> Iterator[str]:
             views = aliases(full)
             # A view made early reads nothing; its users are checked by themselves.
             for use in {u for view in views for u in view.users} - views - {wait}:
-                if position[use] < position[wait]:
+                if use < wait:
                     yield f"{use.format_node()} reads {full.name} before {wait.format_node()}"
 
 
 def nothing_is_used_after_its_release(graph: fx.Graph) -> Iterator[str]:
-    position = positions(graph)
     for release in calls(graph, RELEASE):
         for full in release.args[0]:
             for alias in aliases(full):
                 for use in alias.users:
-                    if position[use] > position[release]:
+                    if use > release:
                         yield f"{use.format_node()} uses {full} after {release.format_node()}"
 
 
@@ -101,12 +99,11 @@ def a_wait_covers_its_whole_bucket(graph: fx.Graph) -> Iterator[str]:
 
 
 def received_parts_are_read_only_when_complete(graph: fx.Graph) -> Iterator[str]:
-    position = positions(graph)
     for start in calls(graph, REDUCE_START):
         (finish,) = _finishes(start)[:1] or (None,)
         for part in item_users(start):
             for use in part.users:
-                if finish is not None and position[use] < position[finish]:
+                if finish is not None and use < finish:
                     yield f"{use.format_node()} reads {part.name} before {finish.format_node()}"
 
 

@@ -114,6 +114,11 @@ def mean_of_parts(
     return (total * (1.0 / (received.shape[0] + 1))).to(dtype)
 
 
+def all_reduce_bytes(nbytes: int, world: int) -> int:
+    """What each rank sends for an all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
+    return 2 * nbytes * (world - 1) // world
+
+
 def wire_dtype(grad: torch.dtype, reduce_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which parts of a gradient travel point to point: never wider than either."""
     return grad if grad.itemsize <= reduce_dtype.itemsize else reduce_dtype

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zcompile import buffers
+from zcompile.collectives import all_reduce_bytes
 from zcompile.control import Control
 from zcompile.errors import ZeroError
 from zcompile.layout import owned_rows
@@ -93,11 +94,6 @@ def traffic() -> Traffic:
 def count(kind: str, nbytes: int) -> None:
     """Add to the bytes that this rank has sent. kind: gather, reduce or all_reduce."""
     _sent[kind] += nbytes
-
-
-def all_reduce_bytes(nbytes: int, world: int) -> int:
-    """What each rank sends for an all-reduce of `nbytes`: a reduce-scatter and an all-gather."""
-    return 2 * nbytes * (world - 1) // world
 
 
 def gather_start(

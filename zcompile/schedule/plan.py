@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from zcompile.collectives import wire_dtype
+from zcompile.collectives import all_reduce_bytes, wire_dtype
 from zcompile.dialect import (
     ALL_REDUCE_FINISH,
     ALL_REDUCE_START,
@@ -183,7 +183,7 @@ def _dtype(node: fx.Node, native: bool) -> Any:
 def _sent(node: fx.Node, values: list[Any], itemsize: int, world: int, native: bool) -> int:
     """Bytes each rank sends, an average where shards are uneven and travel point to point."""
     if node.target is ALL_REDUCE_START:
-        return 2 * sum(math.prod(v.shape) for v in values) * itemsize * (world - 1) // world
+        return all_reduce_bytes(sum(math.prod(v.shape) for v in values) * itemsize, world)
     total = 0
     for value in values:
         row = math.prod(value.shape[1:]) * itemsize
