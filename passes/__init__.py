@@ -6,20 +6,18 @@ In the order in which they run:
 |---|---|---|
 | partition | Dynamo's | one unshard per parameter, however often it is read |
 | residency | joint | which gathered parameters are kept for backward, which gathered again |
-| bucket | forward, backward | merges gathers and reductions, in the order of use |
-| prefetch | forward, backward | issues gathers early and awaits reductions late |
+| place | forward, backward | merges gathers and reductions and puts them where the plan says |
 | release | forward, backward | marks where a bucket's parameters are last used |
 | lower | forward, backward | chooses the primitive that carries each collective |
 
-`verify` runs between them.
+`verify` runs between them. `extract` is no pass: it reads off graphs what the planner plans.
 """
 
-from zcompile.passes.bucket import Bucket
 from zcompile.passes.lower import Lower
 from zcompile.passes.partition import Partition
-from zcompile.passes.prefetch import Prefetch
+from zcompile.passes.place import Place
 from zcompile.passes.release import Release
 from zcompile.passes.residency import Residency
 from zcompile.passes.verify import verify
 
-__all__ = ["Bucket", "Lower", "Partition", "Prefetch", "Release", "Residency", "verify"]
+__all__ = ["Lower", "Partition", "Place", "Release", "Residency", "verify"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +75,22 @@ def trivial_source(node: fx.Node) -> fx.Node:
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def size_of(node: fx.Node) -> int:
+    """Bytes of what a node gives, with symbolic sizes as they were when the graph was made."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return sum(
+        math.prod(hint(n) for n in v.shape) * v.element_size()
+        for v in values
+        if isinstance(v, torch.Tensor)
+    )
+
+
+def hint(size: Any) -> int:
+    """A size, or a symbolic one as it was when the graph was made."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def nbytes(value: torch.Tensor) -> int:

@@ -46,7 +46,7 @@ class Lower:
     native: bool = False
     pg: str = ""
     name: ClassVar[str] = "lower"
-    after: ClassVar[tuple[str, ...]] = ("bucket", "release")
+    after: ClassVar[tuple[str, ...]] = ("place", "release")
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph = gm.graph

@@ -24,7 +24,7 @@ from zcompile.passes.graph import add, aliases, calls
 @dataclass(frozen=True)
 class Release:
     name: ClassVar[str] = "release"
-    after: ClassVar[tuple[str, ...]] = ("bucket", "prefetch")
+    after: ClassVar[tuple[str, ...]] = ("place",)
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph = gm.graph

@@ -40,6 +40,7 @@ def options(stage: int, **more: Any) -> dict[str, Any]:
         "stage": stage,
         "engine": "eager",
         "persistence_threshold": 8,
+        "calibrate": False,
         "bucket_bytes": 2048,
         **more,
     }

@@ -12,6 +12,7 @@
 | TracingContext, detect_fake_mode | whether a tracer reads a parameter, and its fake mode |
 | _get_default_store | the rendezvous store |
 | FakeStore, register_process_group | a dumped graph runs alone |
+| FakeTensorMode, unset_fake_temporarily | tracing a model that has shapes and no values |
 | DTensorSpec, TensorMeta | a DTensor around a local shard, with no communication |
 | make_fx, select_decomp_table | tracing arithmetic into a graph as Inductor expects it |
 """
@@ -35,7 +36,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -69,6 +70,7 @@ __all__ = [
     "saved_tensors_first",
     "select_decomp_table",
     "shortened",
+    "unset_fake_temporarily",
     "without_autograd_cache",
 ]
 

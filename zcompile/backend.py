@@ -1,7 +1,7 @@
 """The "zero" backend of torch.compile.
 
     Dynamo graph -> partition -> AOTAutograd joint graph -> residency -> forward and backward
-    -> bucket -> prefetch -> release -> (plan) -> lower -> Inductor, or an interpreter
+    -> (plan) -> place -> release -> lower -> Inductor, or an interpreter
 
 The model is sharded when it is first called, before it is traced: see first_call.py.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from zcompile import comm
+from zcompile import comm, machine, planning
 from zcompile._torch import (
     COMPILER_CONTROL_FLOW,
     CustomPartitionerFn,
@@ -31,15 +31,16 @@ from zcompile.control import fingerprint
 from zcompile.dump import Dump
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import FirstCall, watch
-from zcompile.options import MIB, Options
+from zcompile.options import Options
+from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter
-from zcompile.passes import Bucket, Lower, Partition, Prefetch, Release, Residency, verify
+from zcompile.passes import Lower, Partition, Place, Release, Residency, verify
 from zcompile.passes.partition import BranchError
 from zcompile.pipeline import Pass, describe, run
-from zcompile.schedule.plan import Plan, plan_of
-from zcompile.sharding import is_sharded, outermost_owners, warn_unowned
+from zcompile.schedule.plan import Collective, Plan, lines
+from zcompile.sharding import is_sharded, warn_unowned
 
-OPTIONAL = ("prefetch",)
+OPTIONAL = ("release",)
 
 
 def zero(
@@ -78,7 +79,8 @@ def compile_graph(
     is, through the eager dialect ops, with one warning that says why."""
     group = _group(example_inputs)
     dump = Dump(options.dump, group) if options.dump and group is not None else None
-    build = Build(options, group, dump)
+    params = tuple(p for p in example_inputs if type(p) is ZeroParameter)
+    build = Build(options, group, dump, params)
     try:
         gm = build.run(gm, [Partition()])
         with without_autograd_cache():
@@ -107,24 +109,23 @@ def _group(example_inputs: Sequence[Any]) -> comm.Group | None:
     return comm.find(names.pop()) if names else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Build:
-    """The compilation of one Dynamo graph into a forward and a backward one."""
+    """The compilation of one Dynamo graph into a forward and a backward one. plan: the step's, once
+    its graphs are there."""
 
     options: Options
     group: comm.Group | None
     dump: Dump | None
+    params: tuple[ZeroParameter, ...] = ()
+    plan: Plan | None = None
 
-    def passes(self) -> list[Pass]:
+    def passes(self, rows: tuple[Collective, ...]) -> list[Pass]:
         """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
         assert self.group is not None
         world, rank, native = self.group.world, self.group.rank, self.group.native
-        # Messages gain nothing from merging and wait less the earlier they are issued; one launch
-        # of a backend's collective is worth a larger bucket.
-        size, depth = (32 * MIB, 1) if native else (4 * MIB, 4)
         pipeline: list[Pass] = [
-            Bucket(self.options.bucket_bytes or size, world),
-            Prefetch(depth if self.options.prefetch is None else self.options.prefetch),
+            Place(rows, world),
             Release(),
             Lower(world, rank, native, self.group.pg_name if native else ""),
         ]
@@ -135,37 +136,76 @@ class Build:
         done = ("partition", "residency")
         return run(gm, passes, done=done, verify=check, recorder=self.dump)
 
-    def residency(self) -> Residency:
-        return Residency(keep_all=self.options.stage < 3)
+    def residency(self, keep: frozenset[str] = frozenset()) -> Residency:
+        return Residency(keep_all=self.options.stage < 3, keep=keep)
+
+    def setting(self) -> planning.Setting:
+        """What the plan depends on besides the graphs."""
+        assert self.group is not None
+        known = machine.of(self.group)
+        rest = machine.at_rest(self.group, self.params)
+        return planning.Setting(
+            options=self.options,
+            world=self.group.world,
+            native=self.group.native,
+            costs=known.costs,
+            at_rest=rest,
+            budget=machine.budget(known, self.options.memory_budget),
+            free=known.free + rest.total(),
+            given=planning.load(self.options.plan),
+        )
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Cut a joint graph into forward and backward, as its residency tags demand."""
+        """Cut a joint graph into forward and backward, as its residency demands, and plan both."""
         if self.dump is not None:
             self.dump.prefix = "joint"
-        joint = self.run(joint, [self.residency()])
+        if self.group is None:
+            return self.cut(joint, frozenset(), inputs, kwargs)
+        setting, keep, mark = self.setting(), frozenset[str](), ""
+        if setting.free_residency:
+            # Which parameters to keep is decided on the leanest graphs.
+            lean = self.cut(copied(joint), keep, inputs, kwargs)
+            keep, mark = planning.residency(setting, list(zip(STEP, lean)))
+        forward, backward = self.cut(joint, keep, inputs, kwargs)
+        self.plan = planning.plan(
+            setting, [("forward", forward), ("backward", backward)], self.title(), mark
+        ).plan
+        return forward, backward
+
+    def cut(
+        self, joint: fx.GraphModule, keep: frozenset[str], inputs: Sequence[Any], kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint = self.run(joint, [self.residency(keep)])
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
-    def schedule(self, gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, Plan | None]:
-        """Passes and plan of a forward, backward or inference graph."""
+    def title(self) -> str:
+        return self.dump.folder.name if self.dump else "graph"
+
+    def schedule(
+        self, gm: fx.GraphModule, direction: str
+    ) -> tuple[fx.GraphModule, tuple[Collective, ...]]:
+        """Passes of a forward, backward or inference graph, and its rows of the plan."""
         if self.group is None:
-            return gm, None
+            return gm, ()
         if self.dump is not None:
             self.dump.prefix = direction
-        *scheduling, lower = self.passes()
-        gm = self.run(gm, scheduling)
-        name = self.dump.folder.name if self.dump else "graph"
-        plan = plan_of(gm, name, direction, self.group.world, self.group.native)
+        if direction == "inference":
+            self.plan = planning.plan(self.setting(), [(direction, gm)], self.title()).plan
+        assert self.plan is not None
+        rows = self.plan.of(direction)
+        passes = self.passes(rows)
         if self.dump is not None:
-            self.dump.plan(plan)
-            self.dump.text("pipeline.txt", f"{direction}:\n{describe(self.passes())}")
-        return self.run(gm, [lower]), plan
+            self.dump.plan(self.plan)
+            self.dump.text("pipeline.txt", f"{direction}:\n{describe(passes)}")
+        return self.run(gm, passes), rows
 
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            gm, plan = self.schedule(gm, _direction(kwargs))
-            return Guarded(compile_fx_inner(gm, inputs, **kwargs), plan, self.group)
+            direction = _direction(kwargs)
+            gm, rows = self.schedule(gm, direction)
+            return Guarded(compile_fx_inner(gm, inputs, **kwargs), direction, rows, self.group)
 
         patches = {
             **self.options.inductor,
@@ -178,10 +218,10 @@ class Build:
     def interpreter(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(direction: str) -> Callable[..., Any]:
             def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-                gm, plan = self.schedule(gm, direction)
+                gm, rows = self.schedule(gm, direction)
                 gm.graph.set_codegen(_BoxedCodeGen())
                 gm.recompile()
-                return Guarded(gm.forward, plan, self.group)
+                return Guarded(gm.forward, direction, rows, self.group)
 
             return compile_
 
@@ -215,23 +255,29 @@ class Guarded:
     """A compiled graph that runs when every rank is about to run the same plan."""
 
     def __init__(
-        self, run_graph: Callable[[list[Any]], Any], plan: Plan | None, group: comm.Group | None
+        self,
+        run_graph: Callable[[list[Any]], Any],
+        direction: str,
+        rows: Sequence[Collective],
+        group: comm.Group | None,
     ) -> None:
-        self.run_graph, self.plan = run_graph, plan
+        self.run_graph, self.direction, self.rows = run_graph, direction, rows
         # On the instance: AOTAutograd wraps callables with functools.wraps, which copies that.
         self._boxed_call = True
-        collectives = plan.collectives if plan is not None and plan.world > 1 else ()
+        collectives = rows if group is not None and group.world > 1 else ()
         self.control = group.control if group is not None and collectives else None
-        self.mark = fingerprint(plan.lines()) if plan is not None else 0
+        self.mark = fingerprint(self.lines())
         # Messages count themselves as they are sent; what the backend carries is counted here.
         counted = collectives if group is not None and group.native else ()
         self.counted = tuple((_COUNTED[row.kind], row.sent) for row in counted)
 
+    def lines(self) -> list[str]:
+        return lines(self.direction, self.rows)
+
     def __call__(self, args: list[Any]) -> Any:
         if self.control is None:
             return self.run_graph(args)
-        assert self.plan is not None
-        self.control.agree(self.mark, self.plan.lines)
+        self.control.agree(self.mark, self.lines)
         for kind, sent in self.counted:
             comm.count(kind, sent)
         with self.control.run():
@@ -241,7 +287,20 @@ class Guarded:
         return getattr(self.run_graph, name)
 
 
+STEP = ("forward", "backward")
+
 _COUNTED = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "all_reduce"}
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in other nodes, whose tags are its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for new, old in zip(graph.nodes, gm.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made
 
 
 def _direction(kwargs: Mapping[str, Any]) -> str:

@@ -3,11 +3,11 @@
     DIR/rank0/000/01.partition.before.py    a module's first graph, as Dynamo gave it
     DIR/rank0/000/01.partition.after.py
     ...
-    DIR/rank0/000/forward.plan.txt          the schedule as a table
-    DIR/rank0/000/forward.plan.json         the same, see schedule/plan.py
+    DIR/rank0/000/plan.txt                  the schedule as a table
+    DIR/rank0/000/plan.json                 the same, see docs/plan-schema.md
     DIR/rank0/000/pipeline.txt              the passes that ran, with their options
 
-`python DIR/.../03.bucket.after.py` runs that graph on zeros, in one process, with collectives
+`python DIR/.../06.forward.place.after.py` runs that graph on zeros, in one process, with collectives
 that move nothing.
 """
 
@@ -110,8 +110,7 @@ class Dump:
         (self.folder / name).write_text(text)
 
     def plan(self, plan: Plan) -> None:
-        (self.folder / f"{plan.direction}.plan.txt").write_text(plan.to_text())
-        (self.folder / f"{plan.direction}.plan.json").write_text(plan.to_json())
+        (self.folder / "plan.json").write_text(plan.to_json())
 
     def text(self, name: str, text: str) -> None:
         with (self.folder / name).open("a") as file:

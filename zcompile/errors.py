@@ -15,3 +15,11 @@ class GraphError(ZeroError):
 
 class ZeroWarning(UserWarning):
     """Something runs correctly but slower than it could, and the text says why."""
+
+
+class BudgetError(ZeroError):
+    """No schedule of the step fits the memory budget."""
+
+
+class PlanError(ZeroError):
+    """A plan does not fit the graphs that it was given for; names the row and the remedy."""

@@ -37,8 +37,9 @@ from zcompile._torch import (
 )
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
+from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
-from zcompile.sharding import is_sharded, outermost_owners, read_through_dialect, shard
+from zcompile.sharding import is_sharded, read_through_dialect, shard
 
 Backend = Callable[..., Any]
 

@@ -39,6 +39,14 @@ def _as_dtype(value: Any) -> Any:
     raise ValueError(f"{value!r} is not a floating dtype; use one of {', '.join(_DTYPE_NAMES)}")
 
 
+def _as_budget(value: Any) -> Any:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    if isinstance(value, float) and 0 < value <= 1:
+        return value
+    raise ValueError(f"{value!r} is neither a positive number of bytes nor a share up to 1.0")
+
+
 Dtype = Annotated[torch.dtype | None, BeforeValidator(_as_dtype)]
 
 
@@ -70,17 +78,40 @@ class Options(BaseModel):
         description="Parameters with fewer elements stay replicated: gathering 64 KiB costs more "
         "latency than bytes.",
     )
+    memory_budget: Annotated[int | float | None, BeforeValidator(_as_budget)] = Field(
+        None,
+        description="What a rank may hold at its peak: bytes (an int), or a share of the device's "
+        "memory (a float up to 1.0). With stage 3 the planner spends it on parameters kept for "
+        "backward. None: the residency that the stage says, within what the device has free.",
+    )
     bucket_bytes: int | None = Field(
         None,
         ge=1,
-        description="Collectives are merged up to this many gathered bytes; None: 4 MiB point to "
-        "point, where merging saves little, else 32 MiB.",
+        description="Rules in place of the planner: collectives are merged up to this many bytes.",
     )
     prefetch: int | None = Field(
         None,
         ge=0,
-        description="How many buckets ahead of its use a gather is issued; None: 4 point to point, "
-        "else 1.",
+        description="Rules in place of the planner: how many buckets ahead of its use a gather is "
+        "issued.",
+    )
+    plan: str | None = Field(
+        None, description="A plan to follow: the JSON file that a dump wrote, edited or not."
+    )
+    replan_after: int = Field(
+        3,
+        ge=0,
+        description="Steps after which times are measured and the step is planned again; 0: never.",
+    )
+    replan_gain: float = Field(
+        0.03,
+        ge=0,
+        description="A new plan is compiled where it is predicted to be this much faster.",
+    )
+    calibrate: bool = Field(
+        True,
+        description="Measure the links between the ranks once per set of hosts, for about a "
+        "second; False: published figures.",
     )
     engine: Literal["inductor", "eager"] = Field(
         "inductor", description="What runs the final graph; eager interprets it (quick, for tests)."

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zcompile import comm
+from zcompile import comm, machine
 from zcompile._torch import OptimizedModule, no_torch_function
 from zcompile.control import fingerprint
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
+from zcompile.owners import live_optimizers
 from zcompile.parameter import ParamSpec, ZeroParameter, shard_of, state_dtensor, unsharded
 from zcompile.world import World, join
 
@@ -77,36 +78,12 @@ def shard(
     for module in root.modules():
         read_through_dialect(module)
     if chosen.param_dtype is not None and chosen.cast_inputs:
-        _cast_inputs(root, chosen.param_dtype)
+        cast_inputs(root, chosen.param_dtype)
     return model
 
 
 def is_sharded(param: Any) -> bool:
     return type(param) is ZeroParameter
-
-
-def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
-    """The outermost modules that contain these parameters, the largest first.
-
-    Compiled wrappers do not count. Found among all live modules: the backend is handed tensors,
-    never the model.
-    """
-    wanted = {id(p) for p in params}
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-    modules = [
-        m for m in modules if "_modules" in m.__dict__ and not isinstance(m, OptimizedModule)
-    ]
-    parents: dict[int, list[nn.Module]] = {}
-    for module in modules:
-        for child in module._modules.values():
-            parents.setdefault(id(child), []).append(module)
-    level = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
-    seen: dict[int, nn.Module] = {}
-    while level:
-        seen.update((id(m), m) for m in level)
-        level = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]
-    roots = [m for m in seen.values() if id(m) not in parents]
-    return sorted(roots, key=lambda m: (-sum(1 for _ in m.parameters()), type(m).__qualname__))
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -173,11 +150,11 @@ def _replace(
     """Swap parameters for shards, everywhere they are held. `stands_for`: the meta originals."""
     names, olds = list(params), list(params.values())
     news = []
-    optimizers = _live_optimizers()
+    optimizers = live_optimizers()
     for name, old in params.items():
         if old.is_sparse or old.layout is not torch.strided:
             raise ZeroError(f"parameter {name!r} has layout {old.layout}; only dense ones shard")
-        spec = _spec(name, old, options, world)
+        spec = spec_of(name, old, options, world.group.name)
         full = old.detach().contiguous()
         if options.sync:
             comm.broadcast(full, world.group)
@@ -216,7 +193,7 @@ class Stale(nn.Parameter):
         )
 
 
-def _spec(name: str, param: Tensor, options: Options, world: World) -> ParamSpec:
+def spec_of(name: str, param: Tensor, options: Options, group: str) -> ParamSpec:
     """What a parameter gathers to. Integer, bool and complex parameters keep their dtype."""
     real = param.dtype.is_floating_point
     dtype = options.param_dtype if real and options.param_dtype else param.dtype
@@ -227,7 +204,7 @@ def _spec(name: str, param: Tensor, options: Options, world: World) -> ParamSpec
     sharded = (
         options.stage > 0 and param.dim() > 0 and param.numel() >= options.persistence_threshold
     )
-    return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, world.group.name, sharded)
+    return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, group, sharded)
 
 
 def _move_hooks(old: Tensor, new: ZeroParameter) -> None:
@@ -256,10 +233,6 @@ def _sync_buffers(root: nn.Module, options: Options, world: World) -> None:
 
 
 # Who holds a parameter
-
-
-def _live_optimizers() -> list[torch.optim.Optimizer]:
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
 
 
 def _shard_state(optimizer: torch.optim.Optimizer, old: Tensor, new: ZeroParameter) -> None:
@@ -329,27 +302,39 @@ def read_through_dialect(module: nn.Module) -> None:
     no guard beyond the one on the class.
     """
     specs = {n: p.spec for n, p in module._parameters.items() if type(p) is ZeroParameter}
-    base = type(module)
-    known = base.__dict__.get("_zero_specs")
-    if not specs or known == specs:
+    if not specs or type(module).__dict__.get("_zero_specs") == specs:
         return
-    if known is not None:
-        base = base.__base__  # type: ignore[assignment]
-    members: dict[str, Any] = {name: property(_reader(name, spec)) for name, spec in specs.items()}
-    if isinstance(module, nn.RNNBase):
-        members["_flat_weights"] = property(_flat_weights, lambda self, value: None)
-    members |= {
+    members = {
         "_zero_specs": specs,
         "_apply": _apply_in_place,
         "__reduce_ex__": _refuse_pickle,
         "__copy__": lambda self: _copied(self, dict(self.__dict__)),
         "__deepcopy__": _deep_copied,
+    }
+    give_readers(module, {name: _reader(name, spec) for name, spec in specs.items()}, members)
+
+
+def give_readers(
+    module: nn.Module,
+    readers: Mapping[str, Callable[[nn.Module], Any]],
+    members: Mapping[str, Any] | None = None,
+) -> None:
+    """Re-class a module so that its parameters are properties, in place of those of an earlier
+    sharding. members: further attributes of the class."""
+    base = type(module)
+    if "_zero_specs" in base.__dict__:
+        base = base.__base__  # type: ignore[assignment]
+    named: dict[str, Any] = {name: property(read) for name, read in readers.items()}
+    if isinstance(module, nn.RNNBase):
+        named["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    named |= members or {}
+    named |= {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
     try:
-        module.__class__ = type(base.__name__, (base,), members)
+        module.__class__ = type(base.__name__, (base,), named)
     except TypeError as error:
         raise ZeroError(
             f"{base.__name__} cannot be given a subclass in place ({error}); modules with "
@@ -425,7 +410,7 @@ def _apply_in_place(
         self._parameters.update(own)
 
 
-def _cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:
+def cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:
     def cast(module: nn.Module, args: Any, kwargs: Any) -> Any:
         def one(value: Any) -> Any:
             floating = isinstance(value, Tensor) and value.is_floating_point()

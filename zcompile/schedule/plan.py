@@ -1,51 +1,61 @@
-"""A plan is read off a scheduled graph: one row per collective, over node names.
+"""A plan: the communication of one training step, as data over node names.
 
-It holds nothing that differs between ranks, so that ranks can compare it.
+It prints, saves, loads and compares without a graph and without a process group, and holds nothing
+that differs between ranks. docs/plan-schema.md describes its JSON.
+
+Where in a graph something stands is said by the *operation behind it*: `issue="mm_3"` means "issued
+right before mm_3"; "" means at the end of the graph. Several at one place: what is issued comes
+first, in the order of the rows, then what is awaited.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import math
-import operator
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+VERSION = 2
 
-from zcompile.collectives import all_reduce_bytes, wire_dtype
-from zcompile.dialect import (
-    ALL_REDUCE_FINISH,
-    ALL_REDUCE_START,
-    GATHER_START,
-    REDUCE_FINISH,
-    REDUCE_START,
-    RELEASE,
-    WAIT,
+# What memory is for, in the order in which curves are stacked.
+CATEGORIES = (
+    "parameters",  # this rank's shards, at rest
+    "optimizer",  # its state, at rest
+    "gradients",  # this rank's reduced gradients, and whole ones from their making to reduction
+    "activations",  # everything else the graphs compute
+    "gathered",  # whole parameters
+    "communication",  # send and receive buffers of collectives in flight
+    "workspace",  # what one operation needs while it runs
 )
-from zcompile.layout import chunk_rows
 
-VERSION = 1
+# Lanes of a timeline. Those after compute carry transfers.
+LANES = ("compute", "gather", "reduce", "h2d", "d2h", "nvme")
+
+KINDS = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "reduce"}  # -> lane
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One row. kind: all-gather, reduce-scatter or all-reduce. `bytes` is of the whole values on
-    the wire, `sent` what each rank sends of them, padding included. issue, wait and release are
-    positions in the graph, counted in nodes; -1 where there is none (kept for backward, or not a
-    gather). `awaits` names the node whose need the wait serves."""
+    """One row. graph: forward, backward or inference; kind: all-gather, reduce-scatter or
+    all-reduce. `bytes` is of the whole values on the wire, `sent` what each rank sends of them,
+    padding included (an average where shards are uneven and travel point to point).
+    issue, wait: the operation right behind which stands in the graph; release: the last operation
+    that reads a gathered parameter, "" where there is none (kept for backward, or not a gather).
+    reason: why the planner put it there."""
 
     key: str
+    graph: str
     kind: str
     parameters: tuple[str, ...]
     dtype: str
     bytes: int
     sent: int
     primitive: str
-    issue: int
-    wait: int
-    release: int
-    awaits: str
+    issue: str
+    wait: str
+    release: str = ""
+    reason: str = ""
 
     def line(self) -> str:
         """The row as ranks compare it: what is sent, not where in a rank's own graph."""
@@ -53,148 +63,155 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The collectives of one graph in their order of issue. direction: forward, backward or
-    inference. nodes: length of the graph."""
+class Parameter:
+    """residency: "gathered" per use, "kept" gathered from forward to backward, "replicated" (whole
+    at rest). bytes: whole, as gathered; shard_bytes: at rest on this rank, in its own dtype."""
 
-    graph: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    shard_bytes: int
+    residency: str
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The operations of one graph, in order: what `issue`, `wait` and `release` refer to."""
+
     direction: str
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something on a lane, in seconds from the beginning of the step.
+
+    kind: "compute" (operations `name` .. , with nothing of the schedule between them), "issue",
+    "wait" (the compute lane stands still; this is exposed communication), "finish" (arithmetic of a
+    collective, such as a mean), "transfer" (on the lane of a link). key: of the collective."""
+
+    lane: str
+    kind: str
+    name: str
+    graph: str
+    start: float
+    end: float
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Live bytes over time: values[category][i] holds from times[i] to times[i + 1]."""
+
+    times: tuple[float, ...]
+    values: Mapping[str, tuple[int, ...]]
+
+    def total(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(*self.values.values())))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, simulated or measured. Seconds and bytes.
+
+    exposed: per "graph/key", how long the compute lane stood still for a collective.
+    bound_seconds: max(compute, communication): no schedule of this step is faster."""
+
+    source: str  # "simulated" or "measured"
+    seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    bound_seconds: float
+    peak_bytes: int
+    peak_seconds: float  # when
+    peak_node: str  # in which operation
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    memory: Memory = field(default_factory=lambda: Memory((), {}))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The communication of one step. budget: bytes a rank may use, None where none was stated.
+    costs: one line each on what the times come from (device, links, measured or not)."""
+
+    name: str
     world: int
-    nodes: int
+    device: str
+    graphs: tuple[Graph, ...]
+    parameters: tuple[Parameter, ...]
     collectives: tuple[Collective, ...]
+    timeline: Timeline | None = None
+    budget: int | None = None
+    costs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    fingerprint: str = ""  # of the graphs that it was made for
 
-    def lines(self) -> list[str]:
-        return [f"{self.direction} graph", *(row.line() for row in self.collectives)]
+    def of(self, graph: str) -> tuple[Collective, ...]:
+        return tuple(row for row in self.collectives if row.graph == graph)
 
-    def sent(self, kind: str) -> int:
-        return sum(row.sent for row in self.collectives if row.kind == kind)
+    def kept(self) -> frozenset[str]:
+        return frozenset(p.name for p in self.parameters if p.residency == "kept")
+
+    def sent(self, kind: str | None = None) -> int:
+        """Bytes each rank sends in a step, of all kinds or of one."""
+        return sum(row.sent for row in self.collectives if kind in (None, row.kind))
 
     def to_json(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+        return json.dumps({"version": VERSION, **dataclasses.asdict(self)}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises ValueError for another version of the schema."""
+        """Raises ValueError for another version of the schema, or a field that is missing or
+        unknown, naming it."""
         raw = json.loads(text)
-        if raw.pop("version", None) != VERSION:
-            raise ValueError(f"this plan was not written by schema version {VERSION}")
-        rows = (
-            Collective(**{**r, "parameters": tuple(r["parameters"])}) for r in raw["collectives"]
-        )
-        return Plan(**{**raw, "collectives": tuple(rows)})
-
-    def to_text(self) -> str:
-        """A table: one row per collective."""
-        head = ("#", "collective", "MB", "sent MB", "dtype", "by", "issue", "wait", "release", "of")
-        table = [head]
-        for index, row in enumerate(self.collectives):
-            more = f" +{len(row.parameters) - 1}" if len(row.parameters) > 1 else ""
-            table.append(
-                (
-                    str(index), row.kind, f"{row.bytes / 1e6:.3f}", f"{row.sent / 1e6:.3f}",
-                    row.dtype, row.primitive, str(row.issue), str(row.wait),
-                    "-" if row.release < 0 else str(row.release), row.parameters[0] + more,
-                )
-            )  # fmt: skip
-        widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in table]
-        total = sum(row.sent for row in self.collectives) / 1e6
-        title = f"{self.graph}: {self.direction}, {self.world} ranks, {self.nodes} nodes, "
-        return "\n".join([f"{title}{total:.3f} MB sent per rank", *text]) + "\n"
-
-
-def plan_of(gm: fx.GraphModule, graph: str, direction: str, world: int, native: bool) -> Plan:
-    """Read the plan off a graph between the release and the lower pass."""
-    position = {node: index for index, node in enumerate(gm.graph.nodes)}
-    ends = _ends(gm.graph)
-    rows = []
-    for node in gm.graph.nodes:
-        if node.target not in (GATHER_START, REDUCE_START, ALL_REDUCE_START):
-            continue
-        key = node.args[4] if node.target is GATHER_START else node.args[3]
-        wait, release = ends[key]
-        values = _values(node)
-        dtype = _dtype(node, native)
-        whole = sum(math.prod(v.shape) for v in values) * dtype.itemsize
-        rows.append(
-            Collective(
-                key=key,
-                kind=_KINDS[node.target],
-                parameters=tuple(node.meta.get("parameters", ())),
-                dtype=str(dtype).removeprefix("torch."),
-                bytes=whole,
-                sent=_sent(node, values, dtype.itemsize, world, native),
-                primitive=_primitive(node.target, native) if world > 1 else "none",
-                issue=position[node],
-                wait=position[wait],
-                release=-1 if release is None else position[release],
-                awaits=_first_need(node, wait, position),
+        version = raw.pop("version", None) if isinstance(raw, dict) else None
+        if version != VERSION:
+            raise ValueError(f"the plan has schema version {version!r}; this is version {VERSION}")
+        timeline = raw.get("timeline")
+        if timeline is not None:
+            memory = timeline.get("memory") or {"times": (), "values": {}}
+            values = {name: tuple(curve) for name, curve in memory["values"].items()}
+            events = _rows(Event, timeline.get("events", ()), "timeline.events")
+            raw["timeline"] = _row(
+                Timeline,
+                {
+                    **timeline,
+                    "events": events,
+                    "memory": Memory(tuple(memory["times"]), values),
+                },
+                "timeline",
             )
-        )
-    return Plan(graph, direction, world, len(position), tuple(rows))
+        for name, kind in (
+            ("graphs", Graph),
+            ("parameters", Parameter),
+            ("collectives", Collective),
+        ):
+            raw[name] = _rows(kind, raw.get(name, ()), name)
+        for name in ("costs", "notes"):
+            raw[name] = tuple(raw.get(name, ()))
+        return _row(Plan, raw, "plan")
 
 
-def _first_need(start: fx.Node, wait: fx.Node, position: dict[fx.Node, int]) -> str:
-    """The first node that reads what was awaited; "" where nothing does."""
-    source = start if start.target is GATHER_START else wait
-    items = [u for u in source.users if u.target is operator.getitem]
-    uses = {u for item in items for u in item.users if u.target not in (WAIT, RELEASE)}
-    return min(uses, key=position.__getitem__).name if uses else ""
+def lines(direction: str, rows: Sequence[Collective]) -> list[str]:
+    """What ranks compare before a graph runs."""
+    return [f"{direction} graph", *(row.line() for row in rows)]
 
 
-_KINDS = {
-    GATHER_START: "all-gather",
-    REDUCE_START: "reduce-scatter",
-    ALL_REDUCE_START: "all-reduce",
-}
+def _rows(kind: Any, raw: Any, where: str) -> tuple[Any, ...]:
+    return tuple(_row(kind, each, f"{where}[{index}]") for index, each in enumerate(raw))
 
 
-def _ends(graph: fx.Graph) -> dict[Any, tuple[fx.Node, fx.Node | None]]:
-    waits: dict[Any, fx.Node] = {}
-    releases: dict[Any, fx.Node] = {}
-    for node in graph.nodes:
-        if node.target is WAIT:
-            waits[node.args[3]] = node
-        elif node.target is REDUCE_FINISH:
-            waits[node.args[5]] = node
-        elif node.target is ALL_REDUCE_FINISH:
-            waits[node.args[4]] = node
-        elif node.target is RELEASE:
-            releases[node.args[1]] = node
-    return {key: (wait, releases.get(key)) for key, wait in waits.items()}
-
-
-def _values(node: fx.Node) -> list[Any]:
-    """Whole values: gathered parameters, or gradients before they are reduced."""
-    if node.target is GATHER_START:
-        return list(node.meta["val"])
-    return [grad.meta["val"] for grad in node.args[0]]
-
-
-def _dtype(node: fx.Node, native: bool) -> Any:
-    if node.target is GATHER_START:
-        return node.args[2]
-    reduce_dtype = node.args[1]
-    if node.target is ALL_REDUCE_START or native:
-        return reduce_dtype
-    return wire_dtype(_values(node)[0].dtype, reduce_dtype)
-
-
-def _sent(node: fx.Node, values: list[Any], itemsize: int, world: int, native: bool) -> int:
-    """Bytes each rank sends, an average where shards are uneven and travel point to point."""
-    if node.target is ALL_REDUCE_START:
-        return all_reduce_bytes(sum(math.prod(v.shape) for v in values) * itemsize, world)
-    total = 0
-    for value in values:
-        row = math.prod(value.shape[1:]) * itemsize
-        rows = chunk_rows(value.shape[0], world) * world if native else value.shape[0]
-        total += rows * row * (world - 1)
-    return total // world
-
-
-def _primitive(target: Any, native: bool) -> str:
-    if target is ALL_REDUCE_START:
-        return "all_reduce"
-    if not native:
-        return "p2p"
-    return "all_gather_into_tensor" if target is GATHER_START else "reduce_scatter_tensor"
+def _row(kind: Any, raw: Mapping[str, Any], where: str) -> Any:
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(raw) - set(fields))
+    if unknown:
+        raise ValueError(f"{where} has the unknown field {unknown[0]!r}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}") from None

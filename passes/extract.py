@@ -1,0 +1,427 @@
+"""extract: reads a Step (schedule/step.py) off the graphs of one step, before any is scheduled.
+
+Memory is followed by storage: views share one, an operation that returns several tensors makes
+several. A storage lives from the operation that makes it to the last one that reads it or a view of
+it; what forward saves lives on into backward. Under a compiler that fuses, a value that only fused
+operations read is never stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from zcompile.collectives import all_reduce_bytes, wire_dtype
+from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
+from zcompile.layout import chunk_rows
+from zcompile.passes.graph import hint, is_view, size_of, trivial_source
+from zcompile.schedule.step import Gather, Op, Owned, Reduction, Step
+
+_REDUCTIONS = (REDUCE_GRAD, ALL_REDUCE_GRAD)
+_DIALECT = (UNSHARD, REPLICATE, *_REDUCTIONS)
+_aten = torch.ops.aten
+
+# Operations, besides those tagged pointwise, that Inductor computes inside of another's loop.
+_FUSED = {
+    f"aten::{name}"
+    for name in (
+        "sum mean amax amin var_mean var prod any all argmax argmin embedding gather "
+        "index full full_like zeros ones empty arange scalar_tensor constant_pad_nd cat "
+        "repeat index_select slice_scatter select_scatter _to_copy clone _softmax "
+        "_log_softmax native_layer_norm native_dropout _softmax_backward_data "
+        "_log_softmax_backward_data nll_loss_forward nll_loss_backward "
+        "native_layer_norm_backward scatter rand randn bernoulli"
+    ).split()
+} | {
+    f"prims::{name}"
+    for name in (
+        "convert_element_type iota broadcast_in_dim inductor_random inductor_seeds "
+        "inductor_lookup_seed"
+    ).split()
+}
+
+
+_FOREVER = 2**62
+
+
+@dataclass(eq=False)
+class _Storage:
+    """Bytes, and the positions between which they are alive."""
+
+    bytes: int
+    born: int
+    dies: int
+    category: str = "activations"
+
+
+def operations(gm: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of an unscheduled graph that a plan may name, in order: all but inputs, output,
+    collectives, and the views through which a shard comes to its gather."""
+    return [n for n in gm.graph.nodes if n.op == "call_function" and not _is_schedule(n)]
+
+
+def _is_schedule(node: fx.Node) -> bool:
+    return node.target in _DIALECT or _is_shard_view(node)
+
+
+def _is_shard_view(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and bool(node.users)
+        and all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in node.users)
+        and trivial_source(node).op == "placeholder"
+    )
+
+
+def extract(
+    graphs: Sequence[tuple[str, fx.GraphModule]],
+    *,
+    world: int,
+    native: bool,
+    fused: bool,
+) -> Step:
+    """The step that `graphs` make, in order of execution: (direction, graph) each.
+
+    fused: whether the engine fuses (Inductor), or every operation stores what it computes.
+    """
+    reader = _Reader(world, native, fused)
+    for direction, gm in graphs:
+        reader.read(direction, gm)
+    return reader.step()
+
+
+@dataclass
+class _Reader:
+    world: int
+    native: bool
+    fused: bool
+    directions: list[str] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    gathers: list[dict[str, Any]] = field(default_factory=list)
+    reductions: list[Reduction] = field(default_factory=list)
+    owned: dict[str, Owned] = field(default_factory=dict)
+    storages: list[_Storage] = field(default_factory=list)
+    # By the name under which a later graph receives it: a storage or a gather (by index).
+    passed_on: dict[str, _Storage | int] = field(default_factory=dict)
+    text: list[str] = field(default_factory=list)
+
+    def read(self, direction: str, gm: fx.GraphModule) -> None:
+        self.directions.append(direction)
+        graph, begin = len(self.directions) - 1, len(self.ops)
+        nodes = operations(gm)
+        end = begin + len(nodes)
+        position = {node: begin + i for i, node in enumerate(nodes)}
+        home: dict[fx.Node, Any] = {}  # node -> its _Storage, its gather's index, or None
+        stored = _stored(gm) if self.fused else None
+        results = {n for n in gm.graph.find_nodes(op="output")[0].all_input_nodes}
+        at = begin
+        for node in gm.graph.nodes:
+            if node in position:
+                at = position[node] + 1
+            if node.op == "placeholder":
+                home[node] = self._input(node, begin, end, graph)
+            elif node.target is UNSHARD:
+                home[node] = self._gather(node, graph, begin, position)
+            elif node.target is REPLICATE:
+                self._replicated(node)
+                home[node] = None
+            elif node.target in _REDUCTIONS:
+                home[node] = None
+                self._reduction(node, graph, at, position, end, home)
+            elif node in position:
+                home[node] = self._made(node, position[node], home, stored)
+                self.ops.append(self._op(node, home, stored))
+                self.text.append(f"{node.name} {node.target} {_shape_text(node)}")
+            self._touch(node, position, home, end)
+        for node in results:
+            where = home.get(node)
+            if isinstance(where, _Storage):
+                where.dies = _FOREVER  # unless a later graph takes it over
+            if where is not None:
+                self.passed_on[node.name] = where
+            if isinstance(where, int):
+                self.gathers[where]["last"] = max(self.gathers[where]["last"], end)
+        self.ends.append(end)
+
+    def _input(self, node: fx.Node, begin: int, end: int, graph: int) -> Any:
+        if node.name in self.passed_on:
+            home = self.passed_on[node.name]
+            if isinstance(home, _Storage):
+                home.dies = begin  # from here on its readers decide
+            else:
+                self.gathers[home]["last"] = begin
+            return home
+        if all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in node.users):
+            return None  # at rest
+        # A batch, a buffer: whoever calls holds it. A gradient that backward is given is its own.
+        held = graph == 0
+        storage = _Storage(size_of(node), begin - 1, _FOREVER if held else begin)
+        self.storages.append(storage)
+        return storage
+
+    def _gather(
+        self, node: fx.Node, graph: int, begin: int, position: Mapping[fx.Node, int]
+    ) -> int:
+        value, name = node.meta["val"], str(node.args[-1])
+        shard = trivial_source(node.args[0])  # type: ignore[arg-type]
+        uses = [position[u] for u in node.users if u in position]
+        first = min(uses, default=begin)
+        size, local = size_of(node), node.args[0].meta["val"]  # type: ignore[union-attr]
+        self.gathers.append(
+            {
+                "parameter": name, "graph": graph, "first": first, "last": first,
+                "ready": position.get(shard, begin - 1) + 1, "bytes": size,
+                "sent": _sent(value, value.dtype, self.world, self.native),
+                "dtype": _name(value.dtype), "cast": local.dtype != value.dtype,
+            }
+        )  # fmt: skip
+        self._own(name, value, local, size, True)
+        self.text.append(f"gather {name} {_shape_text(node)}")
+        return len(self.gathers) - 1
+
+    def _replicated(self, node: fx.Node) -> None:
+        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        self._own(str(node.args[-1]), node.meta["val"], source, size_of(node), False)
+
+    def _own(self, name: str, value: Any, local: Any, size: int, sharded: bool) -> None:
+        local_bytes = _count(local) * local.dtype.itemsize
+        if sharded and self.world > 1:
+            # The same on every rank: an average, where rows do not divide evenly.
+            local_bytes = -(-_count(value) // self.world) * local.dtype.itemsize
+        shape = tuple(hint(n) for n in value.shape)
+        owned = Owned(name, shape, _name(value.dtype), size, local_bytes, sharded)
+        self.owned.setdefault(name, owned)
+
+    def _reduction(
+        self, node: fx.Node, graph: int, at: int, position: Mapping[fx.Node, int], end: int,
+        home: Mapping[fx.Node, Any],
+    ) -> None:  # fmt: skip
+        grad, dtype, reduce_dtype, _, name = node.args
+        assert isinstance(grad, fx.Node)
+        value = grad.meta["val"]
+        scatter = node.target is REDUCE_GRAD
+        wire: Any = reduce_dtype
+        if scatter and not self.native:
+            wire = wire_dtype(value.dtype, reduce_dtype)  # type: ignore[arg-type]
+        whole = _count(value) * wire.itemsize
+        result = _count(value) * dtype.itemsize  # type: ignore[union-attr]
+        uses = [position[u] for u in node.users if u in position]
+        where = home.get(grad)
+        at = position[grad] + 1 if grad in position else at
+        if isinstance(where, _Storage):
+            where.dies = min(where.dies, at - 1)  # from there on its reduction decides
+        sent = (
+            _sent(value, wire, self.world, self.native)
+            if scatter
+            else all_reduce_bytes(whole, self.world)
+        )
+        self.reductions.append(
+            Reduction(
+                parameter=str(name), graph=graph,
+                kind="reduce-scatter" if scatter else "all-reduce",
+                ready=at, needed=min(uses, default=end), bytes=whole, sent=sent, dtype=_name(wire),
+                grad_bytes=size_of(grad),
+                result_bytes=-(-result // self.world) if scatter else result,
+                mergeable=f"{node.target} {value.dtype} {dtype} {reduce_dtype}",
+            )
+        )  # fmt: skip
+        self.text.append(f"reduce {name} {_shape_text(grad)}")
+
+    def _made(
+        self, node: fx.Node, at: int, home: Mapping[fx.Node, Any], stored: set[fx.Node] | None
+    ) -> Any:
+        """Where the value of an operation lives: its own storage, or that which it is a view of."""
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            parts = home.get(source)
+            return parts[node.args[1]] if isinstance(parts, dict) else parts
+        for source in node.all_input_nodes:
+            if source in home and is_view(node, source):
+                return home[source]
+        value = node.meta.get("val")
+        if isinstance(value, (list, tuple)):
+            parts = {}
+            for index, each in enumerate(value):
+                if isinstance(each, torch.Tensor):
+                    parts[index] = _Storage(_count(each) * each.dtype.itemsize, at, at)
+                    self.storages.append(parts[index])
+            return parts
+        if stored is not None and node not in stored:
+            return _Inlined(
+                frozenset().union(*(_leaves(home.get(n)) for n in node.all_input_nodes))
+            )
+        storage = _Storage(size_of(node), at, at)
+        self.storages.append(storage)
+        return storage
+
+    def _touch(
+        self, node: fx.Node, position: Mapping[fx.Node, int], home: Mapping[fx.Node, Any], end: int
+    ) -> None:
+        """`node` reads its inputs: they are alive until then."""
+        if node not in position:
+            return
+        at = position[node]
+        for source in node.all_input_nodes:
+            for where in _leaves(home.get(source)):
+                if isinstance(where, int):
+                    self.gathers[where]["last"] = max(self.gathers[where]["last"], at)
+                else:
+                    where.dies = max(where.dies, at)
+
+    def _op(self, node: fx.Node, home: Mapping[fx.Node, Any], stored: set[fx.Node] | None) -> Op:
+        value = node.meta.get("val")
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        dtype = _name(first.dtype) if isinstance(first, torch.Tensor) else ""
+        made = home[node]
+        if node.target is operator.getitem or any(
+            made is home.get(n) for n in node.all_input_nodes if n in home
+        ):
+            return Op(node.name, 0.0, 0.0, dtype)
+        if stored is not None and node not in stored and not isinstance(made, dict):
+            return Op(node.name, 0.0, 0.0, dtype)
+        moved = 0
+        for source in {n: None for n in node.all_input_nodes}:
+            for where in _leaves(home.get(source)):
+                if isinstance(where, _Storage):
+                    moved += min(where.bytes, size_of(source) or where.bytes)
+                else:
+                    moved += self.gathers[where]["bytes"]
+        moved += size_of(node)
+        return Op(node.name, _flops(node), float(moved), dtype)
+
+    def step(self) -> Step:
+        length = len(self.ops)
+        live = {name: _curve(self.storages, name, length) for name in ("activations",)}
+        print_ = hashlib.sha256("\n".join([str(self.world), *self.text]).encode()).hexdigest()
+        return Step(
+            world=self.world,
+            native=self.native,
+            directions=tuple(self.directions),
+            ends=tuple(self.ends),
+            ops=tuple(self.ops),
+            gathers=tuple(Gather(**each) for each in self.gathers),
+            reductions=tuple(self.reductions),
+            parameters=tuple(self.owned.values()),
+            live=live,
+            fingerprint=print_[:32],
+        )
+
+
+class _Inlined:
+    """A value that is never stored; whoever reads it reads `leaves`."""
+
+    def __init__(self, leaves: frozenset[Any]) -> None:
+        self.leaves = leaves
+
+
+def _leaves(where: Any) -> frozenset[Any]:
+    if where is None:
+        return frozenset()
+    if isinstance(where, _Inlined):
+        return where.leaves
+    if isinstance(where, dict):
+        return frozenset(where.values())
+    return frozenset((where,))
+
+
+def _curve(storages: Sequence[_Storage], category: str, length: int) -> tuple[int, ...]:
+    """Bytes alive on each slot, see Step."""
+    slots = 2 * length + 1
+    change = [0] * (slots + 2)
+    for s in storages:
+        if s.category == category and s.bytes:
+            change[max(2 * s.born + 1, 0)] += s.bytes
+            change[min(2 * max(s.dies, s.born) + 1, slots) + 1] -= s.bytes
+    return tuple(itertools.accumulate(change[:slots]))
+
+
+def _stored(gm: fx.GraphModule) -> set[fx.Node]:
+    """The operations whose results a fusing compiler keeps in memory: what anything but a fused
+    operation makes or reads, directly or through views."""
+    kept: set[fx.Node] = set()
+    wanted: set[fx.Node] = set()  # read by something that needs memory
+    for node in reversed(list(gm.graph.nodes)):
+        loop = _is_fused(node)
+        view = node.op == "call_function" and any(is_view(node, n) for n in node.all_input_nodes)
+        if node.op == "call_function" and not view and (not loop or node in wanted):
+            kept.add(node)
+        needs = node.op == "output" or node.target in _DIALECT or not (loop or view)
+        for source in node.all_input_nodes:
+            if needs or (view and node in wanted):
+                wanted.add(source)
+    return kept
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
+
+
+def _flops(node: fx.Node) -> float:
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _CPU_ATTENTION:
+        # Two matrix products of (queries, keys, width) forward, five backward.
+        query, key = (_hinted(n.meta["val"]) for n in _queries(node))
+        return _CPU_ATTENTION[packet] * 2.0 * query.numel() * key.shape[-2]
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0.0
+    args = fx.map_arg(node.args, lambda n: _hinted(n.meta.get("val")))
+    kwargs = fx.map_arg(node.kwargs, lambda n: _hinted(n.meta.get("val")))
+    try:
+        return float(count(*args, **kwargs, out_val=_hinted(node.meta.get("val"))))
+    except Exception:  # a formula that does not know this form of the call
+        return 0.0
+
+
+def _queries(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    first = 1 if node.target.overloadpacket is _ATTENTION_BACKWARD else 0  # type: ignore[union-attr]
+    return node.args[first : first + 2]  # type: ignore[return-value]
+
+
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+_CPU_ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu: 2, _ATTENTION_BACKWARD: 5}
+
+
+def _hinted(value: Any) -> Any:
+    """A meta tensor of the traced sizes in place of a fake one with symbolic sizes."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([hint(n) for n in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_hinted(v) for v in value)
+    return hint(value) if isinstance(value, torch.SymInt) else value
+
+
+def _count(value: torch.Tensor) -> int:
+    return math.prod(hint(n) for n in value.shape)
+
+
+def _sent(value: torch.Tensor, dtype: Any, world: int, native: bool) -> int:
+    """Bytes each rank sends of one parameter, an average where shards are uneven."""
+    rows, *rest = (hint(n) for n in value.shape)
+    rows = chunk_rows(rows, world) * world if native else rows
+    return rows * math.prod(rest) * dtype.itemsize * (world - 1) // world
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape_text(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{[hint(n) for n in value.shape]} {_name(value.dtype)}"
+    return ""

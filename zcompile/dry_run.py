@@ -1,0 +1,255 @@
+"""Tracing a model for a world that does not exist: one process, no process group, no memory.
+
+A copy of the model's structure is made whose tensors are fake: shapes without values. Each
+parameter is this rank's rows, read through the dialect, as zcompile.shard would leave it. The
+forward and backward graphs are those that the backend would schedule on every rank of that world.
+
+Tensors are fake ones *on the CPU*, never on `meta`: an operation chooses its form by the device.
+On `meta` attention becomes explicit matrices of scores, which no device would store; a fake CUDA
+tensor does too where torch has no CUDA. On the CPU it is one fused operation that saves what a
+GPU's does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zcompile import comm
+from zcompile._torch import (
+    CustomPartitionerFn,
+    FakeTensorMode,
+    aot_autograd,
+    compile_fx,
+    min_cut_rematerialization_partition,
+    saved_tensors_first,
+    unset_fake_temporarily,
+    without_autograd_cache,
+)
+from zcompile.errors import ZeroError
+from zcompile.options import Options
+from zcompile.parameter import ParamSpec, unsharded
+from zcompile.passes import Partition, Residency, verify
+from zcompile.passes.partition import is_read
+from zcompile.pipeline import run
+from zcompile.sharding import cast_inputs, give_readers, spec_of
+
+RANK = 0  # its shards are the largest
+
+Graphs = tuple[fx.GraphModule, fx.GraphModule | None]
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    world_size: int,
+    options: Mapping[str, Any] | Options | None = None,
+) -> list[Graphs]:
+    """The forward and backward graphs of each part of the model that Dynamo traces as one.
+
+    Backward is None where nothing needs a gradient. Outputs that need one are backward's inputs, as
+    in a run: no loss is added. The graphs are unscheduled, as `Build.partition` leaves them; the
+    group that they name stays registered, see `paper_group`.
+
+    Args:
+        model: on any device, `meta` included. It is left as it was, and none of it is copied.
+        example_inputs, example_kwargs: what the model is called with; only shapes matter.
+
+    Raises:
+        ZeroError: the model cannot be copied, or cannot be traced without values.
+    """
+    chosen = Options.parse(options)
+    group = paper_group(world_size)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    root = getattr(model, "_orig_mod", model)
+    capture = Capture(chosen)
+    with _no_collection(), mode, torch.enable_grad():
+        on_paper = _copy(root, chosen, group)
+        args, kwargs = tree_map(_fake, (tuple(example_inputs), dict(example_kwargs or {})))
+        step = torch.compile(_own_code(lambda: on_paper(*args, **kwargs)), backend=capture, dynamic=False)
+        try:
+            step()
+        except Exception as error:
+            raise ZeroError(
+                f"the model cannot be traced without values: {type(error).__name__}: {error}. A "
+                "branch on a tensor's value, .item() and printing need one; shard and run it instead"
+            ) from error
+    if not capture.graphs:
+        raise ZeroError("Dynamo traced no part of the model: its forward is disabled or skipped")
+    return capture.graphs
+
+
+def paper_group(world_size: int, native: bool = False) -> comm.Group:
+    """The group that traced graphs name: a world of `world_size` ranks on paper, seen by rank 0."""
+    if world_size < 1:
+        raise ZeroError(f"world_size must be at least 1, got {world_size}")
+    name = f"paper{world_size}"
+    return comm.register(comm.Group(name, RANK, world_size, native=native))
+
+
+class Capture:
+    """A backend that stops once the graphs are cut, and computes nothing when it is called."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.graphs: list[Graphs] = []
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        gm = self._run(gm, [Partition()])
+        _view_shards(gm)
+        # What is computed on constants while compiling is computed.
+        with unset_fake_temporarily(), without_autograd_cache():
+            if self.options.engine == "inductor":
+                patches = {
+                    **self.options.inductor,
+                    "reorder_for_peak_memory": False,
+                    "custom_partitioner_fn": _Partitioner(self),
+                }
+                return compile_fx(
+                    gm, example_inputs, inner_compile=self._inner, config_patches=patches
+                )
+            return aot_autograd(
+                fw_compiler=_nothing,
+                bw_compiler=_nothing,
+                inference_compiler=self._inference,
+                partition_fn=self.partition,
+                keep_inference_input_mutations=True,
+            )(gm, example_inputs)
+
+    def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        joint = self._run(joint, [Residency(keep_all=self.options.stage < 3)])
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
+        self.graphs.append((forward, backward))
+        return forward, backward
+
+    def _run(self, gm: fx.GraphModule, passes: Sequence[Any]) -> fx.GraphModule:
+        check = verify if self.options.verify else None
+        return run(gm, passes, done=("partition",), verify=check)
+
+    def _inner(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return self._inference(gm, inputs) if kwargs.get("is_inference") else _nothing(gm, inputs)
+
+    def _inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self.graphs.append((gm, None))
+        return _nothing(gm, inputs)
+
+
+class _Partitioner(CustomPartitionerFn):
+    def __init__(self, capture: Capture) -> None:
+        self.capture = capture
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return self.capture.partition(gm, joint_inputs, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Partitioner:
+        return self  # Inductor copies its configuration; the graphs belong in the one that asked
+
+    def uuid(self) -> None:
+        return None  # nothing compiled is kept
+
+
+def _nothing(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    """A compiled graph that returns fake tensors of the right shapes."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in output.args[0]]
+
+    def run_graph(args: list[Any]) -> list[Any]:
+        args.clear()
+        return [_fake(value) for value in values]
+
+    run_graph._boxed_call = True  # type: ignore[attr-defined]
+    return run_graph
+
+
+def _view_shards(gm: fx.GraphModule) -> None:
+    """Put a view between a shard and its read, as DTensor's to_local does in a real run: so that
+    whatever follows gets the same name as there."""
+    for node in gm.graph.nodes:
+        if is_read(node) and node.args[0].op == "placeholder":
+            shard = node.args[0]
+            value = shard.meta["example_value"]
+            with gm.graph.inserting_before(node):
+                view = gm.graph.call_method("view", (shard, list(value.shape)))
+            view.meta = dict(shard.meta)
+            node.update_arg(0, view)
+    gm.recompile()
+
+
+# The copy
+
+
+def _copy(model: nn.Module, options: Options, group: comm.Group) -> nn.Module:
+    """The model's structure with fake tensors: shards for parameters, whole ones for the rest."""
+    memo: dict[int, Any] = {}
+    specs: dict[int, ParamSpec] = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ZeroError(
+                f"parameter {name!r} has no shape yet: call the lazy module once before it is planned"
+            )
+        spec = spec_of(name, param, options, group.name)
+        first, last = group.owned(param.shape[0]) if spec.sharded else (0, 0)
+        shape = (last - first, *param.shape[1:]) if spec.sharded else param.shape
+        local = nn.Parameter(torch.empty(shape, dtype=param.dtype), param.requires_grad)
+        memo[id(param)], specs[id(local)] = local, spec
+    for module in model.modules():
+        held = {k: v for k, v in vars(module).items() if k not in ("_parameters", "_modules")}
+        for value in tree_leaves(held):
+            if isinstance(value, Tensor):
+                memo.setdefault(id(value), _fake(value))
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ZeroError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and a dry "
+            "run works on a copy: keep what cannot be copied out of the model"
+        ) from error
+    for module in copied.modules():
+        own = {n: specs[id(p)] for n, p in module._parameters.items() if p is not None}
+        if own:
+            give_readers(module, {name: _reader(name, spec) for name, spec in own.items()})
+    if options.param_dtype is not None and options.cast_inputs:
+        cast_inputs(copied, options.param_dtype)
+    return copied
+
+
+def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Tensor]:
+    return lambda module: unsharded(module._parameters[name], spec)
+
+
+def _fake(value: Any) -> Any:
+    """A fake CPU tensor of the same shape, strides, dtype; what is no tensor stays as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+    return fake.requires_grad_(value.requires_grad)
+
+
+def _own_code(function: FunctionType) -> FunctionType:
+    """The function with a code object of its own: Dynamo keeps what it learns of shapes with it."""
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Tracing makes millions of objects that stay; the collector walks them all over and over, for
+    a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

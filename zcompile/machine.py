@@ -1,0 +1,159 @@
+"""What is known of the ranks that run a model: their costs, their memory, what was measured before.
+
+Learnt while a model is sharded, which all ranks do together, so that every rank knows the same and
+none has to communicate while it compiles.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zcompile import comm
+from zcompile.calibrate import Calibration, calibrate
+from zcompile.options import Options
+from zcompile.owners import live_optimizers, outermost_owners
+from zcompile.parameter import ZeroParameter
+from zcompile.schedule.costs import Costs
+from zcompile.schedule.devices import device as published
+from zcompile.schedule.links import default_link
+from zcompile.schedule.simulate import AtRest
+
+
+@dataclass(frozen=True)
+class Machine:
+    """capacity: bytes of the device that a rank may use at most; free: those that were free when
+    its model had been sharded, beside what the model holds. The least of the ranks."""
+
+    costs: Costs
+    capacity: int
+    free: int
+
+
+_machines: dict[str, Machine] = {}  # by name of the group
+_calibrations: dict[tuple[str, str], Calibration] = {}
+
+
+def learn(group: comm.Group, device: torch.device, options: Options) -> None:
+    """Called by all ranks of a group together."""
+    if options.calibrate:
+        key = (group.name, str(device))
+        if key not in _calibrations:
+            _calibrations[key] = calibrate(group, device)
+        costs = _calibrations[key].costs()
+    else:
+        costs = published_costs("cpu" if device.type == "cpu" else _gpu(device), group.world)
+    capacity, free = _least(group, [_capacity(device, group), _free(device, group)])
+    _machines[group.name] = Machine(costs, capacity, free)
+
+
+def of(group: comm.Group) -> Machine:
+    """What was learnt; of a group on paper, what is published."""
+    if group.name not in _machines:
+        costs = published_costs("cpu", group.world)
+        return Machine(costs, costs.device.memory, costs.device.memory)
+    return _machines[group.name]
+
+
+def published_costs(name: str, world: int) -> Costs:
+    """Of `world` devices of a kind, in their usual machines.
+
+    Raises:
+        OptionError: no such device.
+    """
+    on, link = published(name), default_link(name, world)
+    return Costs(on, link, lines=(f"device {on.name}: {on.source}", f"link: published, {world}"))
+
+
+def budget(machine: Machine, stated: int | float | None) -> int | None:
+    """Bytes of options["memory_budget"]."""
+    if isinstance(stated, float):
+        return int(stated * machine.capacity)
+    return stated
+
+
+def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
+    """What a rank holds of the models that own `params`: shards, and the state of their optimizers,
+    or, before the first step, what that will be."""
+    owned = {id(p): p for p in params}
+    for root in outermost_owners(params):
+        owned.update((id(p), p) for p in root.parameters() if type(p) is ZeroParameter)
+    sizes = {
+        key: _held(p.spec.shape, p.dtype.itemsize, p.spec.sharded, group)
+        for key, p in owned.items()
+    }
+    state = 0
+    for optimizer in live_optimizers():
+        for param_group in optimizer.param_groups:
+            for param in param_group["params"]:
+                if id(param) in sizes and param.requires_grad:
+                    copies = _copies(optimizer, param, param_group)
+                    state += int(copies * sizes[id(param)])
+    return AtRest(parameters=sum(sizes.values()), optimizer=state)
+
+
+def _held(shape: tuple[int, ...], itemsize: int, sharded: bool, group: comm.Group) -> int:
+    """The same on every rank: an average where rows do not divide evenly."""
+    count = 1
+    for size in shape:
+        count *= size
+    return (-(-count // group.world) if sharded else count) * itemsize
+
+
+def _copies(optimizer: Any, param: Any, group: Mapping[str, Any]) -> float:
+    """How many values of a parameter's size an optimizer keeps of it."""
+    state = optimizer.state.get(param)
+    if state:
+        shape = tuple(param.shape)
+        return sum(tuple(getattr(v, "shape", ())) == shape for v in state.values())
+    if "betas" in group:
+        return 2 + bool(group.get("amsgrad"))
+    if "momentum" in group or "alpha" in group:
+        return bool(group.get("momentum")) + ("alpha" in group) + bool(group.get("centered"))
+    return 1.0 if "lr_decay" in group or "rho" in group else 0.0
+
+
+def _gpu(device: torch.device) -> str:
+    """The published figures that are nearest to a GPU's own name."""
+    name = torch.cuda.get_device_name(device).lower()
+    known = ("h200", "h100", "a100", "v100", "mi300x")
+    return next((k for k in known if k in name), "h100")
+
+
+def _local_ranks(group: comm.Group) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
+
+
+def _capacity(device: torch.device, group: comm.Group) -> int:
+    if device.type != "cpu":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _local_ranks(group)
+
+
+def _free(device: torch.device, group: comm.Group) -> int:
+    if device.type != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = {line.split(":")[0]: line.split()[1] for line in lines}
+        return int(found["MemAvailable"]) * 1024 // _local_ranks(group)
+    except (OSError, KeyError, ValueError):  # not Linux
+        return _capacity(device, group) // 2
+
+
+def _least(group: comm.Group, values: list[int]) -> list[int]:
+    if group.pg is None:
+        return values
+    pair = torch.tensor(values)
+    on = group.control.group if group.control is not None else group.pg
+    if dist.get_backend(on) == "nccl":
+        pair = pair.cuda()
+    dist.all_reduce(pair, dist.ReduceOp.MIN, group=on)
+    return [int(v) for v in pair.tolist()]
+

@@ -1,0 +1,40 @@
+"""Who owns a parameter, and who updates it: found among all live objects, as compilers hand us
+tensors and never the model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zcompile._torch import OptimizedModule
+
+
+def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
+    """The outermost modules that contain these parameters, the largest first.
+
+    Compiled wrappers do not count. Found among all live modules: the backend is handed tensors,
+    never the model.
+    """
+    wanted = {id(p) for p in params}
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    modules = [
+        m for m in modules if "_modules" in m.__dict__ and not isinstance(m, OptimizedModule)
+    ]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    level = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
+    seen: dict[int, nn.Module] = {}
+    while level:
+        seen.update((id(m), m) for m in level)
+        level = [p for m in level for p in parents.get(id(m), ()) if id(p) not in seen]
+    roots = [m for m in seen.values() if id(m) not in parents]
+    return sorted(roots, key=lambda m: (-sum(1 for _ in m.parameters()), type(m).__qualname__))
+
+
+def live_optimizers() -> list[torch.optim.Optimizer]:
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]

@@ -1,0 +1,168 @@
+"""From the graphs of one step to its plan: what backend and dry run share.
+
+A Setting is everything that a plan depends on besides the graphs. It is the same on every rank, and
+so is the plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import fx
+
+from zcompile.errors import BudgetError, OptionError, ZeroWarning
+from zcompile.options import MIB, Options
+from zcompile.passes.extract import extract
+from zcompile.schedule import planner
+from zcompile.schedule.costs import Costs
+from zcompile.schedule.describe import from_plan, to_plan
+from zcompile.schedule.plan import Plan
+from zcompile.schedule.planner import Found
+from zcompile.schedule.simulate import AtRest, Simulator
+from zcompile.schedule.step import Step
+
+Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of execution
+
+# An explicit budget is there to be spent. Without one, a gain of less is not worth any memory.
+THRIFT = 0.01
+
+
+@dataclass(frozen=True)
+class Setting:
+    """budget: bytes that a rank may hold, as the user stated it; free: what the device has, which
+    limits a plan where no budget was stated. measured: seconds of operations by fingerprint of a
+    step, then by "direction/name"; given: a plan to follow."""
+
+    options: Options
+    world: int
+    native: bool
+    costs: Costs
+    at_rest: AtRest = AtRest()
+    budget: int | None = None
+    free: int | None = None
+    given: Plan | None = None
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def limit(self) -> int | None:
+        return self.budget if self.budget is not None else self.free
+
+    @property
+    def free_residency(self) -> bool:
+        """Whether the planner decides which parameters stay gathered, and not the stage."""
+        return self.options.stage == 3 and (self.budget is not None or self.given is not None)
+
+    def step(self, graphs: Graphs) -> Step:
+        fused = self.options.engine == "inductor"
+        return extract(graphs, world=self.world, native=self.native, fused=fused)
+
+    def simulator(self, step: Step, fingerprint: str = "") -> Simulator:
+        measured = self.measured.get(fingerprint or step.fingerprint, {})
+        costs = self.costs
+        if measured:
+            lines = (*costs.lines, "operations: measured in a step, mean of the ranks")
+            costs = replace(costs, measured=measured, lines=lines)
+        return Simulator(step, costs, self.at_rest)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan and the simulator that it was made with."""
+
+    plan: Plan
+    sim: Simulator
+    found: Found
+
+
+def residency(setting: Setting, lean: Graphs) -> tuple[frozenset[str], str]:
+    """The parameters to keep from forward to backward, decided on the leanest graphs, and the
+    fingerprint of those."""
+    step = setting.step(lean)
+    given = setting.given
+    if given is not None and given.fingerprint == step.fingerprint:
+        return given.kept(), step.fingerprint
+    sim = setting.simulator(step)
+    names = [owned.name for owned in step.parameters if owned.sharded]
+    found = _search(setting, sim, may_keep=names)
+    return found.schedule.kept, step.fingerprint
+
+
+def plan(setting: Setting, graphs: Graphs, name: str, fingerprint: str = "") -> Planned:
+    """The plan of graphs whose residency is decided.
+
+    fingerprint: of the step that the residency was decided on; "" for the graphs' own.
+
+    Raises:
+        BudgetError: the leanest schedule needs more than a budget that the user stated.
+        PlanError: the plan that the user gave is for these graphs, and does not fit them.
+    """
+    step = setting.step(graphs)
+    step = replace(step, fingerprint=fingerprint or step.fingerprint)
+    sim = setting.simulator(step)
+    notes: list[str] = []
+    given = setting.given
+    if given is not None and given.fingerprint == step.fingerprint:
+        schedule = from_plan(sim, given)
+        found = Found(schedule, sim.replay(schedule), planner.Knobs())
+        notes.append("follows the plan that was given")
+        if setting.limit is not None and found.replay.peak > setting.limit:
+            notes.append(f"its peak is over the limit of {setting.limit} bytes")
+    else:
+        if given is not None:
+            _warn(
+                f"the plan that was given is for another graph ({given.fingerprint}) than the one "
+                f"compiled now ({step.fingerprint}, {'+'.join(step.directions)}): that one is "
+                "planned anew"
+            )
+        found = _search(setting, sim)
+    made = to_plan(
+        sim,
+        found,
+        name=name,
+        budget=setting.budget,
+        free_residency=setting.free_residency,
+        notes=notes,
+    )
+    return Planned(made, sim, found)
+
+
+def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> Found:
+    options = setting.options
+    if options.bucket_bytes is not None or options.prefetch is not None:
+        # Messages gain nothing from merging and wait less the earlier they are issued; one launch
+        # of a backend's collective is worth a larger bucket.
+        size, depth = (32 * MIB, 1) if setting.native else (4 * MIB, 4)
+        depth = depth if options.prefetch is None else options.prefetch
+        return planner.fixed(sim, frozenset(), options.bucket_bytes or size, depth)
+    thrift = planner.EQUAL if setting.budget is not None else THRIFT
+    try:
+        return planner.plan(sim, setting.limit, may_keep=may_keep, thrift=thrift)
+    except BudgetError as error:
+        if setting.budget is not None:
+            raise
+        _warn(f"the device may run out of memory: {error}")
+        return planner.plan(sim, None, thrift=1.0)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, ZeroWarning, stacklevel=3)
+
+
+def load(file: str | None) -> Plan | None:
+    """The plan in a file.
+
+    Raises:
+        OptionError: there is no such file, or it holds no plan; says why.
+    """
+    if file is None:
+        return None
+    try:
+        return Plan.from_json(Path(file).read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"option 'plan' = {file!r}: {error}. Give the plan.json that a dump wrote, or the JSON "
+            "of zcompile.plan(...)"
+        ) from None
