@@ -173,10 +173,10 @@ class _Reader:
         self, node: fx.Node, graph: int, begin: int, position: Mapping[fx.Node, int]
     ) -> int:
         value, name = node.meta["val"], str(node.args[-1])
-        shard = trivial_source(node.args[0])  # type: ignore[arg-type]
+        shard = trivial_source(node.args[0])
         uses = [position[u] for u in node.users if u in position]
         first = min(uses, default=begin)
-        size, local = size_of(node), node.args[0].meta["val"]  # type: ignore[union-attr]
+        size, local = size_of(node), node.args[0].meta["val"]
         self.gathers.append(
             {
                 "parameter": name, "graph": graph, "first": first, "last": first,
@@ -190,7 +190,7 @@ class _Reader:
         return len(self.gathers) - 1
 
     def _replicated(self, node: fx.Node) -> None:
-        source = node.args[0].meta["val"]  # type: ignore[union-attr]
+        source = node.args[0].meta["val"]
         self._own(str(node.args[-1]), node.meta["val"], source, size_of(node), False)
 
     def _own(self, name: str, value: Any, local: Any, size: int, sharded: bool) -> None:
@@ -212,9 +212,9 @@ class _Reader:
         scatter = node.target is REDUCE_GRAD
         wire: Any = reduce_dtype
         if scatter and not self.native:
-            wire = wire_dtype(value.dtype, reduce_dtype)  # type: ignore[arg-type]
+            wire = wire_dtype(value.dtype, reduce_dtype)
         whole = _count(value) * wire.itemsize
-        result = _count(value) * dtype.itemsize  # type: ignore[union-attr]
+        result = _count(value) * dtype.itemsize
         uses = [position[u] for u in node.users if u in position]
         where = home.get(grad)
         at = position[grad] + 1 if grad in position else at
@@ -388,8 +388,8 @@ def _flops(node: fx.Node) -> float:
 
 
 def _queries(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    first = 1 if node.target.overloadpacket is _ATTENTION_BACKWARD else 0  # type: ignore[union-attr]
-    return node.args[first : first + 2]  # type: ignore[return-value]
+    first = 1 if node.target.overloadpacket is _ATTENTION_BACKWARD else 0
+    return node.args[first : first + 2]
 
 
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward

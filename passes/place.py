@@ -120,7 +120,7 @@ class Place:
         values: Any
         with graph.inserting_before(issue):
             if row.kind == "all-gather":
-                shards = [trivial_source(n.args[0]) for n in bucket]  # type: ignore[arg-type]
+                shards = [trivial_source(n.args[0]) for n in bucket]
                 rows = [n.args[1] for n in bucket]
                 dtype, group = bucket[0].args[2], bucket[0].args[4]
                 values = [n.meta["val"] for n in bucket]
@@ -177,7 +177,7 @@ def _check(row: Collective, bucket: list[fx.Node], issue: fx.Node, wait: fx.Node
     """Inputs first, then the issue, then the wait, then the first use."""
     inputs = [n.args[0] for n in bucket]
     if row.kind == "all-gather":
-        inputs = [trivial_source(n) for n in inputs]  # type: ignore[arg-type]
+        inputs = [trivial_source(n) for n in inputs]
     late = [n for n in inputs if not n < issue]  # type: ignore[operator]
     if late:
         raise PlanError(
@@ -200,7 +200,7 @@ def _received(node: fx.Node, world: int) -> Any:
     """What the other ranks send of one gradient: their parts of the rows that this rank owns."""
     grad, result = node.args[0], node.meta["val"]
     assert isinstance(grad, fx.Node)
-    dtype = wire_dtype(grad.meta["val"].dtype, node.args[2])  # type: ignore[arg-type]
+    dtype = wire_dtype(grad.meta["val"].dtype, node.args[2])
     return result.new_empty((world - 1, *result.shape), dtype=dtype)
 
 

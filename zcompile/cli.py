@@ -6,6 +6,7 @@ Errors name the file, what is wrong with it, and what to do, and exit with 2.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from enum import StrEnum
@@ -72,9 +73,10 @@ def show(
 ) -> None:
     """Show one plan, or two beside each other."""
     form = form or Format(_SUFFIXES.get(output.suffix.lower() if output else "", "text"))
-    if len(plans) > 2 or (differ and len(plans) != 2):
-        wanted = "two plans" if differ else "one plan or two"
-        _fail(f"{len(plans)} plans were given, and this shows {wanted}")
+    if differ and len(plans) != 2:
+        _fail(f"--diff takes two plans, not {len(plans)}")
+    if len(plans) > 2:
+        _fail(f"one plan or two can be shown, not {len(plans)}")
     if len(plans) == 2 and form not in (_OF_DIFF if differ else _OF_TWO):
         can = ", ".join(_OF_DIFF if differ else _OF_TWO)
         also = "" if differ else ", or add --diff for what changed"
@@ -111,9 +113,9 @@ def _render(plans: list[Plan], form: Format, differ: bool) -> str:
 
 
 def _print(plans: list[Plan], output: Path | None, differ: bool) -> None:
-    console = Console(highlight=False)
+    console, paper = Console(highlight=False), io.StringIO()
     if output is not None or not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH, color_system=None, record=True, quiet=True)
+        console = Console(file=paper, highlight=False, width=_WIDTH, color_system=None)
     reports = [] if differ else [text.report(plan, console.width) for plan in plans]
     if len(plans) == 2:
         reports.append(diff.report(diff.diff(*plans)))
@@ -121,9 +123,8 @@ def _print(plans: list[Plan], output: Path | None, differ: bool) -> None:
         if index:
             console.print()
         console.print(report)
-    if console.record:
-        lines = console.export_text().splitlines()
-        _write("".join(line.rstrip() + "\n" for line in lines), output)
+    if console.file is paper:
+        _write("".join(f"{line.rstrip()}\n" for line in paper.getvalue().splitlines()), output)
 
 
 def _write(made: str, output: Path | None) -> None:

@@ -76,7 +76,9 @@ def trace(
     with _no_collection(), mode, torch.enable_grad():
         on_paper = _copy(root, chosen, group)
         args, kwargs = tree_map(_fake, (tuple(example_inputs), dict(example_kwargs or {})))
-        step = torch.compile(_own_code(lambda: on_paper(*args, **kwargs)), backend=capture, dynamic=False)
+        step = torch.compile(
+            _own_code(lambda: on_paper(*args, **kwargs)), backend=capture, dynamic=False
+        )
         try:
             step()
         except Exception as error:

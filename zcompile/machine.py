@@ -156,4 +156,3 @@ def _least(group: comm.Group, values: list[int]) -> list[int]:
         pair = pair.cuda()
     dist.all_reduce(pair, dist.ReduceOp.MIN, group=on)
     return [int(v) for v in pair.tolist()]
-
