@@ -55,11 +55,12 @@ _FOREVER = 2**62
 
 @dataclass(eq=False)
 class _Storage:
-    """Bytes, and the positions between which they are alive."""
+    """Bytes, and the slots (see Step) between which they are alive. held: by whoever calls."""
 
     bytes: int
-    born: int
-    dies: int
+    first: int
+    last: int
+    held: bool = False
     category: str = "activations"
 
 
@@ -123,7 +124,7 @@ class _Reader:
         position = {node: begin + i for i, node in enumerate(nodes)}
         home: dict[fx.Node, Any] = {}  # node -> its _Storage, its gather's index, or None
         stored = _stored(gm) if self.fused else None
-        results = {n for n in gm.graph.find_nodes(op="output")[0].all_input_nodes}
+        results = gm.graph.find_nodes(op="output")[0].all_input_nodes
         at = begin
         for node in gm.graph.nodes:
             if node in position:
@@ -137,16 +138,16 @@ class _Reader:
                 home[node] = None
             elif node.target in _REDUCTIONS:
                 home[node] = None
-                self._reduction(node, graph, at, position, end, home)
+                self._reduction(node, graph, at, position, end)
             elif node in position:
                 home[node] = self._made(node, position[node], home, stored)
                 self.ops.append(self._op(node, home, stored))
                 self.text.append(f"{node.name} {node.target} {_shape_text(node)}")
-            self._touch(node, position, home, end)
+            self._touch(node, position, home)
         for node in results:
             where = home.get(node)
             if isinstance(where, _Storage):
-                where.dies = _FOREVER  # unless a later graph takes it over
+                where.last = _FOREVER  # unless a later graph takes it over
             if where is not None:
                 self.passed_on[node.name] = where
             if isinstance(where, int):
@@ -156,16 +157,16 @@ class _Reader:
     def _input(self, node: fx.Node, begin: int, end: int, graph: int) -> Any:
         if node.name in self.passed_on:
             home = self.passed_on[node.name]
-            if isinstance(home, _Storage):
-                home.dies = begin  # from here on its readers decide
-            else:
+            if isinstance(home, int):
                 self.gathers[home]["last"] = begin
+            elif not home.held:
+                home.last = 2 * begin  # from here on its readers decide
             return home
         if all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in node.users):
             return None  # at rest
         # A batch, a buffer: whoever calls holds it. A gradient that backward is given is its own.
-        held = graph == 0
-        storage = _Storage(size_of(node), begin - 1, _FOREVER if held else begin)
+        held, slot = graph == 0, 2 * begin
+        storage = _Storage(size_of(node), slot, _FOREVER if held else slot, held)
         self.storages.append(storage)
         return storage
 
@@ -175,7 +176,8 @@ class _Reader:
         value, name = node.meta["val"], str(node.args[-1])
         shard = trivial_source(node.args[0])
         uses = [position[u] for u in node.users if u in position]
-        first = min(uses, default=begin)
+        leaves = all(u.op == "output" for u in node.users)
+        first = min(uses, default=begin + len(position) if leaves else begin)
         size, local = size_of(node), node.args[0].meta["val"]
         self.gathers.append(
             {
@@ -203,9 +205,8 @@ class _Reader:
         self.owned.setdefault(name, owned)
 
     def _reduction(
-        self, node: fx.Node, graph: int, at: int, position: Mapping[fx.Node, int], end: int,
-        home: Mapping[fx.Node, Any],
-    ) -> None:  # fmt: skip
+        self, node: fx.Node, graph: int, at: int, position: Mapping[fx.Node, int], end: int
+    ) -> None:
         grad, dtype, reduce_dtype, _, name = node.args
         assert isinstance(grad, fx.Node)
         value = grad.meta["val"]
@@ -216,10 +217,7 @@ class _Reader:
         whole = _count(value) * wire.itemsize
         result = _count(value) * dtype.itemsize
         uses = [position[u] for u in node.users if u in position]
-        where = home.get(grad)
         at = position[grad] + 1 if grad in position else at
-        if isinstance(where, _Storage):
-            where.dies = min(where.dies, at - 1)  # from there on its reduction decides
         sent = (
             _sent(value, wire, self.world, self.native)
             if scatter
@@ -254,19 +252,21 @@ class _Reader:
             parts = {}
             for index, each in enumerate(value):
                 if isinstance(each, torch.Tensor):
-                    parts[index] = _Storage(_count(each) * each.dtype.itemsize, at, at)
-                    self.storages.append(parts[index])
+                    parts[index] = self._store(_count(each) * each.dtype.itemsize, at)
             return parts
         if stored is not None and node not in stored:
             return _Inlined(
                 frozenset().union(*(_leaves(home.get(n)) for n in node.all_input_nodes))
             )
-        storage = _Storage(size_of(node), at, at)
-        self.storages.append(storage)
-        return storage
+        return self._store(size_of(node), at)
+
+    def _store(self, size: int, at: int) -> _Storage:
+        """What the operation at a position makes."""
+        self.storages.append(_Storage(size, 2 * at + 1, 2 * at + 1))
+        return self.storages[-1]
 
     def _touch(
-        self, node: fx.Node, position: Mapping[fx.Node, int], home: Mapping[fx.Node, Any], end: int
+        self, node: fx.Node, position: Mapping[fx.Node, int], home: Mapping[fx.Node, Any]
     ) -> None:
         """`node` reads its inputs: they are alive until then."""
         if node not in position:
@@ -277,7 +277,7 @@ class _Reader:
                 if isinstance(where, int):
                     self.gathers[where]["last"] = max(self.gathers[where]["last"], at)
                 else:
-                    where.dies = max(where.dies, at)
+                    where.last = max(where.last, 2 * at + 1)
 
     def _op(self, node: fx.Node, home: Mapping[fx.Node, Any], stored: set[fx.Node] | None) -> Op:
         value = node.meta.get("val")
@@ -290,14 +290,12 @@ class _Reader:
             return Op(node.name, 0.0, 0.0, dtype)
         if stored is not None and node not in stored and not isinstance(made, dict):
             return Op(node.name, 0.0, 0.0, dtype)
-        moved = 0
-        for source in {n: None for n in node.all_input_nodes}:
+        read: dict[Any, int] = {}
+        for source in node.all_input_nodes:
             for where in _leaves(home.get(source)):
-                if isinstance(where, _Storage):
-                    moved += min(where.bytes, size_of(source) or where.bytes)
-                else:
-                    moved += self.gathers[where]["bytes"]
-        moved += size_of(node)
+                whole = where.bytes if isinstance(where, _Storage) else self.gathers[where]["bytes"]
+                read[where] = max(read.get(where, 0), min(whole, size_of(source) or whole))
+        moved = sum(read.values()) + size_of(node)
         return Op(node.name, _flops(node), float(moved), dtype)
 
     def step(self) -> Step:
@@ -341,8 +339,8 @@ def _curve(storages: Sequence[_Storage], category: str, length: int) -> tuple[in
     change = [0] * (slots + 2)
     for s in storages:
         if s.category == category and s.bytes:
-            change[max(2 * s.born + 1, 0)] += s.bytes
-            change[min(2 * max(s.dies, s.born) + 1, slots) + 1] -= s.bytes
+            change[s.first] += s.bytes
+            change[min(s.last, slots) + 1] -= s.bytes
     return tuple(itertools.accumulate(change[:slots]))
 
 

@@ -175,10 +175,17 @@ def _anchor(anchors: dict[str, fx.Node], row: Collective, name: str, what: str) 
 
 def _check(row: Collective, bucket: list[fx.Node], issue: fx.Node, wait: fx.Node) -> None:
     """Inputs first, then the issue, then the wait, then the first use."""
+    first = _travels_as(bucket[0])
+    for node in bucket:
+        if _travels_as(node) != first:
+            raise PlanError(
+                f"{row.key} ({row.graph}): {node.args[-1]} ({_travels_as(node)}) cannot travel "
+                f"with {bucket[0].args[-1]} ({first}); give it a row of its own"
+            )
     inputs = [n.args[0] for n in bucket]
     if row.kind == "all-gather":
         inputs = [trivial_source(n) for n in inputs]
-    late = [n for n in inputs if not n < issue]  # type: ignore[operator]
+    late = [n for n in inputs if not n < issue]
     if late:
         raise PlanError(
             f"{row.key} ({row.graph}): issue={row.issue!r} comes before {late[0]}, which it sends; "
@@ -194,6 +201,17 @@ def _check(row: Collective, bucket: list[fx.Node], issue: fx.Node, wait: fx.Node
                 f"{row.key} ({row.graph}): wait={row.wait!r} comes behind {first_user(node)}, "
                 f"which needs {node.args[-1]}; await it further up"
             )
+
+
+def _travels_as(node: fx.Node) -> str:
+    """What collectives of one bucket have in common: dtypes and the group."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    if node.target is UNSHARD:
+        common = (node.args[2], node.args[4])
+    else:
+        common = (source.meta["val"].dtype, *node.args[1:4])
+    return ", ".join(str(each).removeprefix("torch.") for each in common)
 
 
 def _received(node: fx.Node, world: int) -> Any:

@@ -7,6 +7,7 @@
 | _BoxedCodeGen | an interpreted graph that frees its inputs as it goes |
 | OptimizedModule, OptimizeContext | what is being called, and with which backend and options |
 | callback_handler | the moment before a frame is traced |
+| convert_frame's `code`, reset_code | a new plan is compiled in place of the one that runs |
 | RestartAnalysis, SkipFrame | Dynamo's control flow, which passes through backends |
 | ShortenTraceback | an error that reaches the user as it is |
 | TracingContext, detect_fake_mode | whether a tracer reads a parameter, and its fake mode |
@@ -20,8 +21,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -56,11 +58,13 @@ __all__ = [
     "_get_default_store",
     "aot_autograd",
     "before_each_compile",
+    "code_being_compiled",
     "compile_fx",
     "compile_fx_inner",
     "compiled_call",
     "disable_dynamo",
     "enclosing_fake_mode",
+    "forget_compiled",
     "in_tracer",
     "make_fx",
     "min_cut_rematerialization_partition",
@@ -73,6 +77,8 @@ __all__ = [
     "unset_fake_temporarily",
     "without_autograd_cache",
 ]
+
+_COMPILES_IN = "torch._dynamo.convert_frame"
 
 # Exceptions by which Dynamo steers itself; a backend must let them pass.
 COMPILER_CONTROL_FLOW = (RestartAnalysis, SkipFrame)
@@ -138,6 +144,22 @@ def compiled_call(frame: FrameType) -> tuple[OptimizeContext, Any, Any, Any] | N
     if not isinstance(seen.get("self"), OptimizeContext):
         return None
     return seen["self"], seen.get("fn"), seen.get("args"), seen.get("kwargs")
+
+
+def code_being_compiled() -> CodeType | None:
+    """The function that Dynamo is tracing at this moment."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_globals.get("__name__") == _COMPILES_IN:
+            code = frame.f_locals.get("code")
+            return code if isinstance(code, CodeType) else None
+        frame = frame.f_back
+    return None
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Make the next call of a function compile anew."""
+    torch._dynamo.reset_code(code)
 
 
 def original_backend(context: OptimizeContext) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -21,8 +22,10 @@ from zcompile._torch import (
     CustomPartitionerFn,
     _BoxedCodeGen,
     aot_autograd,
+    code_being_compiled,
     compile_fx,
     compile_fx_inner,
+    forget_compiled,
     min_cut_rematerialization_partition,
     saved_tensors_first,
     without_autograd_cache,
@@ -37,7 +40,9 @@ from zcompile.parameter import ZeroParameter
 from zcompile.passes import Lower, Partition, Place, Release, Residency, verify
 from zcompile.passes.partition import BranchError
 from zcompile.pipeline import Pass, describe, run
+from zcompile.replan import Replan
 from zcompile.schedule.plan import Collective, Plan, lines
+from zcompile.schedule.step import Step
 from zcompile.sharding import is_sharded, warn_unowned
 
 OPTIONAL = ("release",)
@@ -119,6 +124,7 @@ class Build:
     dump: Dump | None
     params: tuple[ZeroParameter, ...] = ()
     plan: Plan | None = None
+    replan: Replan | None = None
 
     def passes(self, rows: tuple[Collective, ...]) -> list[Pass]:
         """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
@@ -153,6 +159,7 @@ class Build:
             budget=machine.budget(known, self.options.memory_budget),
             free=known.free + rest.total(),
             given=planning.load(self.options.plan),
+            measured=known.measured,
         )
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -161,16 +168,33 @@ class Build:
             self.dump.prefix = "joint"
         if self.group is None:
             return self.cut(joint, frozenset(), inputs, kwargs)
-        setting, keep, mark = self.setting(), frozenset[str](), ""
+        setting, keep, lean = self.setting(), frozenset[str](), None
         if setting.free_residency:
             # Which parameters to keep is decided on the leanest graphs.
-            lean = self.cut(copied(joint), keep, inputs, kwargs)
-            keep, mark = planning.residency(setting, list(zip(STEP, lean)))
-        forward, backward = self.cut(joint, keep, inputs, kwargs)
-        self.plan = planning.plan(
-            setting, [("forward", forward), ("backward", backward)], self.title(), mark
-        ).plan
-        return forward, backward
+            lean = setting.step(list(zip(STEP, self.cut(copied(joint), keep, inputs, kwargs))))
+            keep = planning.residency(setting, lean)
+        graphs = self.cut(joint, keep, inputs, kwargs)
+        mark = lean.fingerprint if lean is not None else ""
+        planned = planning.plan(setting, list(zip(STEP, graphs)), self.title(), mark)
+        self.plan = planned.plan
+        self.replan = self.watch(planned, setting, lean)
+        return graphs
+
+    def watch(
+        self, planned: planning.Planned, setting: planning.Setting, lean: Step | None
+    ) -> Replan | None:
+        """What plans this step again, unless its times are known or its plan is given."""
+        known = planned.sim.step.fingerprint in setting.measured
+        by_hand = setting.given is not None or setting.by_rule
+        on_host = all(p.device.type == "cpu" for p in self.params)
+        code = code_being_compiled()
+        if self.group is None or self.group.control is None or known or by_hand or not on_host:
+            return None
+        if self.options.replan_after == 0 or code is None:
+            return None
+        forget = partial(forget_compiled, code)
+        after, gain = self.options.replan_after, self.options.replan_gain
+        return Replan(self.group, planned, setting, lean, after, gain, self.dump, forget)
 
     def cut(
         self, joint: fx.GraphModule, keep: frozenset[str], inputs: Sequence[Any], kwargs: Any
@@ -205,7 +229,8 @@ class Build:
         def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             direction = _direction(kwargs)
             gm, rows = self.schedule(gm, direction)
-            return Guarded(compile_fx_inner(gm, inputs, **kwargs), direction, rows, self.group)
+            ran = compile_fx_inner(gm, inputs, **kwargs)
+            return Guarded(ran, direction, rows, self.group, self.replan)
 
         patches = {
             **self.options.inductor,
@@ -221,7 +246,7 @@ class Build:
                 gm, rows = self.schedule(gm, direction)
                 gm.graph.set_codegen(_BoxedCodeGen())
                 gm.recompile()
-                return Guarded(gm.forward, direction, rows, self.group)
+                return Guarded(gm.forward, direction, rows, self.group, self.replan)
 
             return compile_
 
@@ -260,8 +285,10 @@ class Guarded:
         direction: str,
         rows: Sequence[Collective],
         group: comm.Group | None,
+        replan: Replan | None = None,
     ) -> None:
         self.run_graph, self.direction, self.rows = run_graph, direction, rows
+        self.replan = replan if direction in STEP else None
         # On the instance: AOTAutograd wraps callables with functools.wraps, which copies that.
         self._boxed_call = True
         collectives = rows if group is not None and group.world > 1 else ()
@@ -281,7 +308,9 @@ class Guarded:
         for kind, sent in self.counted:
             comm.count(kind, sent)
         with self.control.run():
-            return self.run_graph(args)
+            if self.replan is None:
+                return self.run_graph(args)
+            return self.replan.run(self.direction, self.run_graph, args)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.run_graph, name)

@@ -44,11 +44,11 @@ MIB = 2**20
 # Bytes of the whole value. Latency rules below, bandwidth above; between them is interpolated.
 SIZES = (64 * 2**10, MIB, 4 * MIB, 12 * MIB, 48 * MIB)
 # Runs of one size, behind one that is not timed: as many as fit into this time, and these at most.
-SIZE_SECONDS = 0.15
+SIZE_SECONDS = 0.12
 MOST_RUNS = 9
 # A larger size is left out where it would end later than this, seconds behind the start: the link
 # is slow, and its slope is known by then. What small buckets hold is always measured.
-LIMIT_SECONDS = 3.0
+LIMIT_SECONDS = 1.5
 ALWAYS = 4 * MIB
 # Buckets hold several parameters, and packing and cutting them is part of the price.
 PARAMETERS = 2
@@ -61,7 +61,7 @@ SHARE_COVER = 2.0
 
 MATRIX = 512  # side of the products that the arithmetic's rate is taken from
 STREAM_BYTES = 32 * MIB
-DEVICE_RUNS = 5
+DEVICE_RUNS = 3
 LAUNCHES = 200
 
 _KEY = "zcompile-calibrate"
@@ -104,9 +104,9 @@ def calibrate(group: comm.Group, device: torch.device) -> Calibration:
         line = "measure the links between the ranks"
         group.control.agree(fingerprint([line]), lambda: [line])
     with _heard(group):
-        key = _key(group, device)
+        key = hosts(group, device)
         kept = cache.load("links", key, _parse) if group.rank == 0 else None
-        kept = _of_rank_0(group, kept)
+        kept = of_rank_0(group, kept)
         if kept is None:
             kept = _measure(group, device, key["hosts"].count(socket.gethostname()))
             if group.rank == 0:
@@ -114,7 +114,7 @@ def calibrate(group: comm.Group, device: torch.device) -> Calibration:
         return replace(kept, native=group.native)
 
 
-def _key(group: comm.Group, device: torch.device) -> dict[str, Any]:
+def hosts(group: comm.Group, device: torch.device) -> dict[str, Any]:
     """Everything that the figures depend on."""
     kind = device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
     here = [socket.gethostname(), torch.get_num_threads(), kind, torch.__version__]
@@ -251,7 +251,7 @@ def _tables(group: comm.Group, device: torch.device) -> dict[str, dict[str, tupl
     for size in SIZES:
         # Four times the bytes take four times as long at most: of the smallest, latency is most.
         ends = time.perf_counter() - begin + 4 * last
-        if not _of_rank_0(group, size <= ALWAYS or ends < LIMIT_SECONDS):
+        if not of_rank_0(group, size <= ALWAYS or ends < LIMIT_SECONDS):
             break
         whole, ways = _ways(group, device, size)
         if found and whole <= next(iter(found[GATHER].values()))[-1].bytes:
@@ -260,7 +260,7 @@ def _tables(group: comm.Group, device: torch.device) -> dict[str, dict[str, tupl
         for way in ways:
             _time(group, device, way)
         once = time.perf_counter() - start
-        runs = _of_rank_0(group, max(1, min(MOST_RUNS, int(SIZE_SECONDS / once))))
+        runs = of_rank_0(group, max(1, min(MOST_RUNS, int(SIZE_SECONDS / once))))
         for way in ways:
             times = [_time(group, device, way) for _ in range(runs)]
             sample = Sample(whole, *(statistics.median(column) for column in zip(*times)))
@@ -461,7 +461,7 @@ def _everyone(group: comm.Group, value: Any) -> list[Any]:
     return every
 
 
-def _of_rank_0(group: comm.Group, value: Any) -> Any:
+def of_rank_0(group: comm.Group, value: Any) -> Any:
     """Rank 0's value on every rank."""
     if group.world == 1:
         return value

@@ -4,10 +4,10 @@ A copy of the model's structure is made whose tensors are fake: shapes without v
 parameter is this rank's rows, read through the dialect, as zcompile.shard would leave it. The
 forward and backward graphs are those that the backend would schedule on every rank of that world.
 
-Tensors are fake ones *on the CPU*, never on `meta`: an operation chooses its form by the device.
-On `meta` attention becomes explicit matrices of scores, which no device would store; a fake CUDA
-tensor does too where torch has no CUDA. On the CPU it is one fused operation that saves what a
-GPU's does.
+Tensors are fake ones *on the CPU*: an operation chooses its form by the device. On `meta` attention
+becomes explicit matrices of scores, which no device would store; on the CPU it is one operation
+that saves what a GPU's does. (Fake CUDA tensors are no way out: where torch has no CUDA, autograd
+ends the process that makes one.)
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zcompile import comm
@@ -29,6 +30,7 @@ from zcompile._torch import (
     FakeTensorMode,
     aot_autograd,
     compile_fx,
+    disable_dynamo,
     min_cut_rematerialization_partition,
     saved_tensors_first,
     unset_fake_temporarily,
@@ -54,6 +56,7 @@ def trace(
     *,
     world_size: int,
     options: Mapping[str, Any] | Options | None = None,
+    gpu: bool = False,
 ) -> list[Graphs]:
     """The forward and backward graphs of each part of the model that Dynamo traces as one.
 
@@ -64,6 +67,7 @@ def trace(
     Args:
         model: on any device, `meta` included. It is left as it was, and none of it is copied.
         example_inputs, example_kwargs: what the model is called with; only shapes matter.
+        gpu: attention with dropout is fused, as on a GPU; the CPU has no such kernel.
 
     Raises:
         ZeroError: the model cannot be copied, or cannot be traced without values.
@@ -72,7 +76,7 @@ def trace(
     group = paper_group(world_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = getattr(model, "_orig_mod", model)
-    capture = Capture(chosen)
+    capture = Capture(chosen, gpu)
     with _no_collection(), mode, torch.enable_grad():
         on_paper = _copy(root, chosen, group)
         args, kwargs = tree_map(_fake, (tuple(example_inputs), dict(example_kwargs or {})))
@@ -102,13 +106,15 @@ def paper_group(world_size: int, native: bool = False) -> comm.Group:
 class Capture:
     """A backend that stops once the graphs are cut, and computes nothing when it is called."""
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, gpu: bool = False) -> None:
+        self.options, self.gpu = options, gpu
         self.graphs: list[Graphs] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm = self._run(gm, [Partition()])
         _view_shards(gm)
+        if self.gpu:
+            _fuse_attention(gm)
         # What is computed on constants while compiling is computed.
         with unset_fake_temporarily(), without_autograd_cache():
             if self.options.engine == "inductor":
@@ -188,6 +194,21 @@ def _view_shards(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
+def _fuse_attention(gm: fx.GraphModule) -> None:
+    """Attention without its dropout, which a fused kernel draws inside and stores nothing of."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                if node.target is F.scaled_dot_product_attention:
+                    node.args = (
+                        *node.args[:4],
+                        *([0.0] if len(node.args) > 4 else []),
+                        *node.args[5:],
+                    )
+                    node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dropout_p"}
+            module.recompile()
+
+
 # The copy
 
 
@@ -227,7 +248,13 @@ def _copy(model: nn.Module, options: Options, group: comm.Group) -> nn.Module:
 
 
 def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Tensor]:
-    return lambda module: unsharded(module._parameters[name], spec)
+    def read(module: nn.Module) -> Tensor:
+        if torch.compiler.is_compiling():
+            return unsharded(module._parameters[name], spec)
+        return eagerly(module._parameters[name], spec)
+
+    eagerly = disable_dynamo(unsharded)  # what is not compiled is no graph
+    return read
 
 
 def _fake(value: Any) -> Any:

@@ -109,8 +109,8 @@ class Dump:
         )
         (self.folder / name).write_text(text)
 
-    def plan(self, plan: Plan) -> None:
-        (self.folder / "plan.json").write_text(plan.to_json())
+    def plan(self, plan: Plan, name: str = "plan") -> None:
+        (self.folder / f"{name}.json").write_text(plan.to_json())
 
     def text(self, name: str, text: str) -> None:
         with (self.folder / name).open("a") as file:

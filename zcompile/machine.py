@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zcompile import comm
-from zcompile.calibrate import Calibration, calibrate
+from zcompile import cache, comm
+from zcompile.calibrate import Calibration, calibrate, hosts, of_rank_0
+from zcompile.control import fingerprint
 from zcompile.options import Options
 from zcompile.owners import live_optimizers, outermost_owners
 from zcompile.parameter import ZeroParameter
@@ -29,28 +30,56 @@ from zcompile.schedule.simulate import AtRest
 @dataclass(frozen=True)
 class Machine:
     """capacity: bytes of the device that a rank may use at most; free: those that were free when
-    its model had been sharded, beside what the model holds. The least of the ranks."""
+    its model had been sharded, beside what the model holds. The least of the ranks.
+    measured: seconds of operations by a step's fingerprint; key: under which they are kept on disk,
+    None where they are not."""
 
     costs: Costs
     capacity: int
     free: int
+    measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    key: Mapping[str, Any] | None = None
 
 
 _machines: dict[str, Machine] = {}  # by name of the group
 _calibrations: dict[tuple[str, str], Calibration] = {}
 
 
-def learn(group: comm.Group, device: torch.device, options: Options) -> None:
-    """Called by all ranks of a group together."""
+def learn(group: comm.Group, device: torch.device, options: Options, model: Sequence[str]) -> None:
+    """Called by all ranks of a group together. model: a line on each parameter."""
+    before = _machines.get(group.name)
+    measured = dict(before.measured) if before is not None else {}
+    key = None
     if options.calibrate:
-        key = (group.name, str(device))
-        if key not in _calibrations:
-            _calibrations[key] = calibrate(group, device)
-        costs = _calibrations[key].costs()
+        where = (group.name, str(device))
+        if where not in _calibrations:
+            _calibrations[where] = calibrate(group, device)
+        costs = _calibrations[where].costs()
+        key = {"model": fingerprint(model), **hosts(group, device)}
+        measured.update(_kept(group, key))
     else:
         costs = published_costs("cpu" if device.type == "cpu" else _gpu(device), group.world)
     capacity, free = _least(group, [_capacity(device, group), _free(device, group)])
-    _machines[group.name] = Machine(costs, capacity, free)
+    _machines[group.name] = Machine(costs, capacity, free, measured, key)
+
+
+def remember(group: comm.Group, fingerprint: str, measured: Mapping[str, float]) -> None:
+    """Keep what was measured of a step, in this process and on disk."""
+    known = of(group)
+    _machines[group.name] = replace(known, measured={**known.measured, fingerprint: measured})
+    if known.key is not None and group.rank == 0:
+        kept = cache.load("steps", known.key, _parse_measured) or {}
+        cache.store("steps", known.key, {**kept, fingerprint: dict(measured)})
+
+
+def _kept(group: comm.Group, key: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """What rank 0 finds on disk, on every rank."""
+    found = cache.load("steps", key, _parse_measured) if group.rank == 0 else None
+    return of_rank_0(group, found) or {}
+
+
+def _parse_measured(raw: Any) -> dict[str, dict[str, float]]:
+    return {str(f): {str(k): float(v) for k, v in ops.items()} for f, ops in raw.items()}
 
 
 def of(group: comm.Group) -> Machine:

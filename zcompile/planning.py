@@ -6,6 +6,7 @@ so is the plan.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,20 @@ from zcompile.errors import BudgetError, OptionError, ZeroWarning
 from zcompile.options import MIB, Options
 from zcompile.passes.extract import extract
 from zcompile.schedule import planner
-from zcompile.schedule.costs import Costs
+from zcompile.schedule.costs import Costs, ScaledLink
 from zcompile.schedule.describe import from_plan, to_plan
 from zcompile.schedule.plan import Plan
 from zcompile.schedule.planner import Found
-from zcompile.schedule.simulate import AtRest, Simulator
+from zcompile.schedule.simulate import AtRest, Schedule, Simulator
 from zcompile.schedule.step import Step
 
 Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of execution
 
 # An explicit budget is there to be spent. Without one, a gain of less is not worth any memory.
 THRIFT = 0.01
+
+FACTORS = (0.1, 100.0)  # a link that differs from its figures by more is not worth believing
+LINK = "link"  # among measured times: how many times as long transfers took as the link's figures
 
 
 @dataclass(frozen=True)
@@ -51,20 +55,30 @@ class Setting:
         return self.budget if self.budget is not None else self.free
 
     @property
+    def by_rule(self) -> bool:
+        """Whether two rules stand in place of the planner."""
+        return self.options.bucket_bytes is not None or self.options.prefetch is not None
+
+    @property
     def free_residency(self) -> bool:
         """Whether the planner decides which parameters stay gathered, and not the stage."""
-        return self.options.stage == 3 and (self.budget is not None or self.given is not None)
+        return (
+            self.options.stage == 3
+            and not self.by_rule
+            and (self.budget is not None or self.given is not None)
+        )
 
     def step(self, graphs: Graphs) -> Step:
         fused = self.options.engine == "inductor"
         return extract(graphs, world=self.world, native=self.native, fused=fused)
 
-    def simulator(self, step: Step, fingerprint: str = "") -> Simulator:
-        measured = self.measured.get(fingerprint or step.fingerprint, {})
+    def simulator(self, step: Step) -> Simulator:
+        measured = self.measured.get(step.fingerprint, {})
         costs = self.costs
         if measured:
             lines = (*costs.lines, "operations: measured in a step, mean of the ranks")
-            costs = replace(costs, measured=measured, lines=lines)
+            link = ScaledLink(costs.link, measured.get(LINK, 1.0))
+            costs = replace(costs, measured=measured, link=link, lines=lines)
         return Simulator(step, costs, self.at_rest)
 
 
@@ -77,17 +91,39 @@ class Planned:
     found: Found
 
 
-def residency(setting: Setting, lean: Graphs) -> tuple[frozenset[str], str]:
-    """The parameters to keep from forward to backward, decided on the leanest graphs, and the
-    fingerprint of those."""
-    step = setting.step(lean)
+def residency(setting: Setting, step: Step) -> frozenset[str]:
+    """The parameters to keep from forward to backward. step: the leanest form, which keeps none."""
     given = setting.given
     if given is not None and given.fingerprint == step.fingerprint:
-        return given.kept(), step.fingerprint
-    sim = setting.simulator(step)
-    names = [owned.name for owned in step.parameters if owned.sharded]
-    found = _search(setting, sim, may_keep=names)
-    return found.schedule.kept, step.fingerprint
+        return given.kept()
+    return _search(setting, setting.simulator(step), may_keep=_sharded(step)).schedule.kept
+
+
+def again(setting: Setting, step: Step, lean: Step | None) -> float:
+    """Seconds of the best plan under (newly measured) times."""
+    if lean is not None:
+        return _search(setting, setting.simulator(lean), may_keep=_sharded(lean)).replay.seconds
+    return _search(setting, setting.simulator(step)).replay.seconds
+
+
+def fit(setting: Setting, step: Step, schedule: Schedule, seconds: float) -> float:
+    """By which factor transfers must be longer than the link's figures for the schedule to take
+    the time that it was measured to take. (Ranks that compute on one host slow each other's
+    transfers, and whoever is behind makes the others wait.)"""
+    low, high = FACTORS
+    measured = setting.measured[step.fingerprint]
+    for _ in range(24):
+        middle = math.sqrt(low * high)
+        trial = replace(setting, measured={step.fingerprint: {**measured, LINK: middle}})
+        if trial.simulator(step).time(schedule).seconds < seconds:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(low * high)
+
+
+def _sharded(step: Step) -> list[str]:
+    return [owned.name for owned in step.parameters if owned.sharded]
 
 
 def plan(setting: Setting, graphs: Graphs, name: str, fingerprint: str = "") -> Planned:
@@ -131,7 +167,7 @@ def plan(setting: Setting, graphs: Graphs, name: str, fingerprint: str = "") -> 
 
 def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> Found:
     options = setting.options
-    if options.bucket_bytes is not None or options.prefetch is not None:
+    if setting.by_rule:
         # Messages gain nothing from merging and wait less the earlier they are issued; one launch
         # of a backend's collective is worth a larger bucket.
         size, depth = (32 * MIB, 1) if setting.native else (4 * MIB, 4)

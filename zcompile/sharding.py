@@ -100,14 +100,16 @@ def _plain_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _agree_on_names(root: nn.Module, world: World) -> None:
-    control = world.group.control
-    if control is None:
-        return
-    lines = [
+    control, lines = world.group.control, _lines(root)
+    if control is not None:
+        control.agree(fingerprint(lines), lambda: lines)
+
+
+def _lines(root: nn.Module) -> list[str]:
+    return [
         f"parameter {name} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
         for name, p in root.named_parameters()
     ]
-    control.agree(fingerprint(lines), lambda: lines)
 
 
 # Making and replacing parameters

@@ -69,6 +69,30 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True)
+class ScaledLink:
+    """A link that was seen to take `factor` times as long as `link` says."""
+
+    link: Link
+    factor: float
+
+    @property
+    def share(self) -> float:
+        return self.link.share
+
+    def primitive(self, kind: str, sent: int) -> str:
+        return self.link.primitive(kind, sent)
+
+    def transfer(self, kind: str, sent: int) -> float:
+        return self.factor * self.link.transfer(kind, sent)
+
+    def issue(self, kind: str, whole: int) -> float:
+        return self.link.issue(kind, whole)
+
+    def finish(self, kind: str, whole: int) -> float:
+        return self.link.finish(kind, whole)
+
+
+@dataclass(frozen=True)
 class Costs:
     """measured: seconds of operations by "direction/name", in place of the model's.
     lines: one each on where the figures come from."""

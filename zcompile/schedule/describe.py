@@ -110,10 +110,11 @@ def from_plan(sim: Simulator, plan: Plan) -> Schedule:
     if missing is not None:
         graph, kind, name = missing
         raise PlanError(
-            f"the plan has no row for the {kind} of {name!r} in {step.directions[graph]}: add it to "
-            "a row of that kind"
+            f"the plan has no row for the {kind} of {name!r} in {step.directions[graph]}: add it "
+            "to a row of that kind"
         )
-    return Schedule(tuple(buckets), kept)
+    # Whoever edits a plan moves an issue, not the row.
+    return Schedule(tuple(sorted(buckets, key=lambda b: (b.graph, b.issue))), kept)
 
 
 def _release(sim: Simulator, schedule: Schedule, bucket: Bucket) -> str:

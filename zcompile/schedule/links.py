@@ -80,8 +80,10 @@ def _network(name: str, gbits: float, source: str) -> Wire:
 
 
 # Messages of one host to itself with one core per rank: the core copies each byte into and out of
-# the kernel. Measured by benchmarks/links.py on a virtual machine of two cores.
-_LOOPBACK = Wire("gloo over loopback", 2 * GB, 1.0, 100 * MICRO, "benchmarks/links.py")
+# the kernel. Round figures of idle virtual machines; calibrate.py takes those of the host at hand.
+_LOOPBACK = Wire(
+    "gloo over loopback", 2 * GB, 1.0, 100 * MICRO, "round figures; benchmarks/links.py measures"
+)
 
 PCIE4 = Wire(
     "PCIe 4.0 x16",

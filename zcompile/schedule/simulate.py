@@ -51,7 +51,7 @@ class Schedule:
     def ordered(self) -> Schedule:
         """The same with buckets in order of issue; at one position reductions first, as they have
         nothing to wait for, then gathers by their need."""
-        key = lambda b: (b.issue, b.kind == "all-gather", b.wait, b.members)
+        key = lambda b: (b.graph, b.issue, b.kind == "all-gather", b.wait, b.members)
         return replace(self, buckets=tuple(sorted(self.buckets, key=key)))
 
 
@@ -198,11 +198,12 @@ class Simulator:
             out.append(("gradients", r.result_bytes, between, 2 * self.end))
         if world == 1:
             return out
-        parts = whole if native or bucket.kind == "all-reduce" else whole * (world - 1) // world
-        if native and bucket.kind == "reduce-scatter":
-            parts += -(-whole // world)
-        elif not native and bucket.kind == "reduce-scatter":
-            parts += cast
+        if bucket.kind == "all-reduce":
+            parts = whole
+        elif native:
+            parts = sum(_flat(whole, self.sent(bucket), world))
+        else:
+            parts = whole * (world - 1) // world + cast
         out.append(("communication", parts, first, between))
         return out
 
@@ -212,18 +213,19 @@ class Simulator:
         step, out = self.step, []
         flat = step.native and step.world > 1
         # A single parameter's flat buffer becomes the parameter; several are cut out of theirs.
-        begin = between if flat and len(bucket.members) > 1 else first
-        whole = 0
+        alone = len(bucket.members) == 1
+        begin = between if flat and not alone else first
+        buffer, part = 0, 0
+        if flat:
+            buffer, part = _flat(self.bytes_of(bucket), self.sent(bucket), step.world)
         for m in bucket.members:
             g = step.gathers[m]
-            whole += g.bytes
             # Nothing moves with one rank: a gather is a cast, or the parameter itself.
             if step.world > 1 or g.cast:
-                out.append(("gathered", g.bytes, begin, 2 * self.last(m, kept) + 1))
+                size = buffer if flat and alone else g.bytes
+                out.append(("gathered", size, begin, 2 * self.last(m, kept) + 1))
         if flat:
-            sent = -(-whole // step.world)
-            size = sent + whole if len(bucket.members) > 1 else sent
-            out.append(("communication", size, first, between))
+            out.append(("communication", part if alone else buffer + part, first, between))
         return out
 
     def memory(self, schedule: Schedule) -> np.ndarray:
@@ -258,24 +260,26 @@ class Simulator:
         buckets, clock, share = schedule.buckets, self._clock, self.costs.link.share
         prices = [self.price(b) for b in buckets]
         keys = self.keys(schedule) if record is not None else []
-        acts: dict[int, tuple[list[int], list[int]]] = {self.end: ([], [])}
-        for end in self.step.ends:
-            acts[end] = ([], [])
+        # By graph and position: one graph ends where the next begins.
+        acts: dict[tuple[int, int], tuple[list[int], list[int]]] = {
+            (graph, end): ([], []) for graph, end in enumerate(self.step.ends)
+        }
         for index, bucket in enumerate(buckets):
-            acts.setdefault(bucket.issue, ([], []))[0].append(index)
-            acts.setdefault(bucket.wait, ([], []))[1].append(index)
+            acts.setdefault((bucket.graph, bucket.issue), ([], []))[0].append(index)
+            acts.setdefault((bucket.graph, bucket.wait), ([], []))[1].append(index)
         starts, ends, stalls = ([0.0] * len(buckets) for _ in range(3))
         stops: list[tuple[int, float, float]] = []
         now = free = 0.0
         at = 0
-        for position in sorted(acts):
+        for place in sorted(acts):
+            position = place[1]
             work = clock[position] - clock[at]
             if work:
                 begin, now = now, _work(now, work, free, share)
                 if record is not None:
                     self._record_compute(record, at, position, begin, now)
             at, before = position, now
-            issues, waits = acts[position]
+            issues, waits = acts[place]
             for index in issues:
                 issue, wire, _ = prices[index]
                 begin, now = now, _work(now, issue, free, share)
@@ -298,12 +302,16 @@ class Simulator:
         return Replay(now, tuple(starts), tuple(ends), tuple(stalls), tuple(stops))
 
     def reached(self, replay: Replay) -> np.ndarray:
-        """When each position is reached: exact where the schedule acts, by the clock in between."""
-        at, when = [0.0], [0.0]
-        for position, before, behind in replay.stops:
-            at += [self._clock[position]] * 2
-            when += [before, behind]
-        return np.interp(self.clock, at, when)
+        """When the operation at each position begins: exact where the schedule acts, and in
+        proportion to the clock in between."""
+        positions, before, behind = (np.array(row) for row in zip((0, 0.0, 0.0), *replay.stops))
+        positions = positions.astype(np.int64)
+        last = np.searchsorted(positions, np.arange(self.end + 1), "right") - 1
+        worked = np.diff(self.clock[positions], append=self.clock[-1])
+        took = np.append(before[1:], behind[-1]) - behind
+        pace = np.divide(took, worked, out=np.zeros_like(took), where=worked > 0)
+        since = self.clock - self.clock[positions[last]]
+        return np.asarray(behind[last] + since * pace[last])
 
     def _record_compute(
         self, record: list[Event], at: int, position: int, begin: float, end: float
@@ -401,13 +409,20 @@ class Simulator:
 _KEYS = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "all_reduce"}
 
 
+def _flat(whole: int, sent: int, world: int) -> tuple[int, int]:
+    """Bytes of the flat buffer of a backend's collective, and of one rank's part of it. Padding is
+    read off what a rank sends: its part to every other rank."""
+    part = sent // (world - 1)
+    return max(whole, part * world), max(-(-whole // world), part)
+
+
 def _work(now: float, work: float, free: float, share: float) -> float:
     """When `work` seconds of the compute lane are done that begin `now`, the link being busy until
     `free` (without a gap, as everything on it was issued before)."""
     busy = free - now
-    if busy <= 0.0 or share <= 0.0:
+    if busy <= 0.0 or share <= 0.0 or work <= 0.0:
         return now + work
     during = busy * (1.0 - share)
-    if work <= during:
+    if work < during:
         return now + work / (1.0 - share)
     return free + (work - during)

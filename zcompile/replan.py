@@ -1,0 +1,92 @@
+"""Plans a step again from what it was measured to take.
+
+After a few steps one forward and one backward run are measured, the ranks exchange their times, and
+each plans again: from the same times they come to the same plan. Where that promises enough, Dynamo
+is told to forget the compiled code; the next call compiles the new plan. The times are kept on disk,
+and the next job begins with them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from zcompile import comm, machine, planning
+from zcompile.dump import Dump
+from zcompile.measure import Marks, Run, mean, operations, timeline
+from zcompile.schedule.step import Step
+
+log = logging.getLogger("zcompile")
+
+
+@dataclass
+class Replan:
+    """Watches the runs of one step's graphs. forget: makes the next call compile anew."""
+
+    group: comm.Group
+    planned: planning.Planned
+    setting: planning.Setting
+    lean: Step | None
+    after: int
+    gain: float
+    dump: Dump | None
+    forget: Callable[[], None]
+    steps: int = 0
+    done: bool = False
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    def run(self, direction: str, run_graph: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """Run a graph, measured if its time has come."""
+        graph = self.planned.plan.graphs[0].direction != direction
+        if self.done or self.steps < self.after or (graph and 0 not in self.runs):
+            self.steps += graph
+            return run_graph(args)
+        with Marks() as marks:
+            result = run_graph(args)
+        self.runs[int(graph)] = marks.run()
+        if graph:
+            self.done = True
+            self._plan_again()
+        return result
+
+    def _plan_again(self) -> None:
+        found, sim = self.planned.found, self.planned.sim
+        everyone = self._exchange()
+        runs = {graph: mean([each[graph] for each in everyone]) for graph in self.runs}
+        measured = operations(sim, found.schedule, runs)
+        took = sum(run.seconds for run in runs.values())
+        mark = sim.step.fingerprint
+        setting = replace(self.setting, measured={mark: measured})
+        measured[planning.LINK] = planning.fit(setting, sim.step, found.schedule, took)
+        machine.remember(self.group, mark, measured)
+        now = setting.simulator(sim.step).time(found.schedule).seconds
+        then = planning.again(setting, sim.step, self.lean)
+        gain = 1.0 - then / now
+        text = (
+            f"measured {took * 1e3:.2f} ms a step, {self.planned.plan.timeline.seconds * 1e3:.2f} "
+            f"had been predicted; planned again with the measured times: {then * 1e3:.2f} ms in "
+            f"place of {now * 1e3:.2f}, a gain of {gain:.1%}"
+        )
+        if gain >= self.gain:
+            text += ": compiled at the next call"
+            self.forget()
+        else:
+            text += f", less than replan_gain={self.gain:.1%}: the plan stays"
+        log.info("%s", text)
+        if self.dump is not None:
+            seen = replace(
+                self.planned.plan,
+                timeline=timeline(sim, found.schedule, runs),
+                notes=(*self.planned.plan.notes, text),
+            )
+            self.dump.plan(seen, "measured")
+
+    def _exchange(self) -> list[dict[int, Run]]:
+        everyone: list[Any] = [None] * self.group.world
+        assert self.group.control is not None
+        dist.all_gather_object(everyone, self.runs, group=self.group.control.group)
+        return everyone
