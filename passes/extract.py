@@ -78,7 +78,11 @@ def _is_shard_view(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and bool(node.users)
-        and all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in node.users)
+        and all(
+            u.op == "output" or u.target in (UNSHARD, REPLICATE) or _is_shard_view(u)
+            for u in node.users
+        )
+        and any(u.op != "output" for u in node.users)
         and trivial_source(node).op == "placeholder"
     )
 
@@ -131,7 +135,7 @@ class _Reader:
                 at = position[node] + 1
             if node.op == "placeholder":
                 home[node] = self._input(node, begin, end, graph)
-            elif node.target is UNSHARD:
+            elif node.target is UNSHARD and node.users:
                 home[node] = self._gather(node, graph, begin, position)
             elif node.target is REPLICATE:
                 self._replicated(node)
@@ -162,7 +166,8 @@ class _Reader:
             elif not home.held:
                 home.last = 2 * begin  # from here on its readers decide
             return home
-        if all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in node.users):
+        reads = [u for u in node.users if u.op != "output"]  # forward saves shards for backward
+        if reads and all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in reads):
             return None  # at rest
         # A batch, a buffer: whoever calls holds it. A gradient that backward is given is its own.
         held, slot = graph == 0, 2 * begin

@@ -88,6 +88,15 @@ def check(
     return model
 
 
+def every_stage(
+    rank: int, world: int, make: Make, loss: Loss, more: dict[str, Any] | None = None
+) -> None:
+    """`check` in the three stages that shard. more: of its keyword arguments."""
+    for stage in (1, 2, 3):
+        torch._dynamo.reset()
+        check(rank, world, make, loss, options(stage), **(more or {}))
+
+
 def close(a: Any, b: Any, tolerance: float, what: str) -> None:
     torch.testing.assert_close(
         whole(a).detach(),

@@ -1,6 +1,5 @@
 """Dumps: which files exist, that a graph file runs by itself, and what the schedule says."""
 
-import json
 import re
 import runpy
 import subprocess
@@ -12,13 +11,13 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
-from builders import Graph, aten
+from builders import Graph, aten, planned
 
 from zcompile import comm
 from zcompile.dump import Dump
-from zcompile.passes import Bucket, Lower, Prefetch, Release, Residency
+from zcompile.passes import Lower, Place, Release, Residency
 from zcompile.pipeline import run
-from zcompile.schedule.plan import Plan, plan_of
+from zcompile.schedule.plan import Plan
 
 
 def graph(world=3, rank=0):
@@ -31,12 +30,13 @@ def graph(world=3, rank=0):
 def dumped(folder, world=3, rank=0, native=False):
     dump = Dump(str(folder), comm.Group("g", rank, world))
     dump.prefix = "forward"
-    passes = [Bucket(10**6, world), Prefetch(1), Release()]
-    gm = run(graph(world, rank), passes, recorder=dump)
-    dump.plan(plan_of(gm, dump.folder.name, "forward", world, native))
+    gm = graph(world, rank)
+    plan = planned(gm, world, depth=1, native=native)
+    dump.plan(plan)
+    passes = [Place(plan.collectives, world), Release(), Lower(world, rank, native, "pg")]
     dump.text("pipeline.txt", "one\n")
     dump.text("pipeline.txt", "two\n")
-    run(gm, [Lower(world, rank, native, "pg")], done=("bucket",), recorder=dump)
+    run(gm, passes, recorder=dump)
     return dump.folder
 
 
@@ -51,17 +51,14 @@ def test_files(tmp_path):
     folder = dumped(tmp_path)
     assert folder == tmp_path / "rank0" / "000"
     assert sorted(file.name for file in folder.iterdir()) == [
-        "01.forward.bucket.before.py",
-        "02.forward.bucket.after.py",
-        "03.forward.prefetch.before.py",
-        "04.forward.prefetch.after.py",
-        "05.forward.release.before.py",
-        "06.forward.release.after.py",
-        "07.forward.lower.before.py",
-        "08.forward.lower.after.py",
-        "forward.plan.json",
-        "forward.plan.txt",
+        "01.forward.place.before.py",
+        "02.forward.place.after.py",
+        "03.forward.release.before.py",
+        "04.forward.release.after.py",
+        "05.forward.lower.before.py",
+        "06.forward.lower.after.py",
         "pipeline.txt",
+        "plan.json",
     ]
     assert (folder / "pipeline.txt").read_text() == "one\ntwo\n"
 
@@ -77,18 +74,18 @@ def test_each_compilation_and_each_rank_has_a_folder(tmp_path):
 
 def test_a_file_is_headed_by_the_pass_that_made_it_and_its_time(tmp_path):
     folder = dumped(tmp_path)
-    first = (folder / "02.forward.bucket.after.py").read_text().split("\n")
+    first = (folder / "02.forward.place.after.py").read_text().split("\n")
     assert re.fullmatch(
-        r'"""forward\.bucket\.after  Bucket\(max_bytes=1000000, world=3\): '
+        r'"""forward\.place\.after  Place\(3 collectives, world=3\): '
         r"nodes \d+ -> \d+ \([+-]\d+\), \d+\.\d ms",
         first[0],
     ), first[0]
-    assert first[2] == "Runs by itself: python 02.forward.bucket.after.py"
+    assert first[2] == "Runs by itself: python 02.forward.place.after.py"
 
 
 def test_a_dumped_graph_runs_with_python(tmp_path):
     folder = dumped(tmp_path)
-    assert shapes(folder / "02.forward.bucket.after.py") == "(2, 4)\n(2, 4)\n(2, 4)\n"
+    assert shapes(folder / "02.forward.place.after.py") == "(2, 4)\n(2, 4)\n(2, 4)\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -110,7 +107,7 @@ def test_every_native_graph_of_one_rank_runs(tmp_path, capsys):
 def test_a_lowered_native_graph_runs(tmp_path, capsys):
     """Its collectives need a process group, which a file by itself does not have."""
     folder = dumped(tmp_path, world=3, native=True)
-    runpy.run_path(str(folder / "08.forward.lower.after.py"), run_name="__main__")
+    runpy.run_path(str(folder / "06.forward.lower.after.py"), run_name="__main__")
     assert capsys.readouterr().out == "(2, 4)\n(2, 4)\n(2, 4)\n"
 
 
@@ -142,25 +139,20 @@ def test_symbolic_sizes_become_the_ones_of_the_trace(tmp_path, capsys):
     assert capsys.readouterr().out == "(7, 3)\n7\n"
 
 
-def test_the_schedule_is_written_as_text_and_as_json(tmp_path):
+def test_the_plan_is_written_as_json(tmp_path):
     folder = dumped(tmp_path)
-    plan = Plan.from_json((folder / "forward.plan.json").read_text())
-    text = (folder / "forward.plan.txt").read_text()
-    assert text == plan.to_text()
-    head, columns, *rows = text.splitlines()
-    assert re.fullmatch(r"000: forward, 3 ranks, \d+ nodes, 0\.000 MB sent per rank", head)
-    assert columns.split() == [
-        "#", "collective", "MB", "sent", "MB", "dtype", "by", "issue", "wait", "release", "of",
-    ]  # fmt: skip
-    assert [row.split()[1] for row in rows] == ["all-gather", "reduce-scatter", "all-reduce"]
-    assert json.loads((folder / "forward.plan.json").read_text())["version"] == 1
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    assert plan == planned(graph(), 3, depth=1)
+    assert [row.kind for row in plan.collectives] == ["all-gather", "all-reduce", "reduce-scatter"]
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """The folder of a real compilation on one rank."""
     root = tmp_path_factory.mktemp("compiled")
-    options = {"engine": "eager", "persistence_threshold": 0, "dump": str(root)}
+    options = {
+        "engine": "eager", "persistence_threshold": 0, "bucket_bytes": 4096, "dump": str(root),
+    }  # fmt: skip
     model = torch.compile(nn.Linear(6, 4), backend="zero", options=options)
     for _ in range(2):
         model(torch.ones(2, 6)).sum().backward()
@@ -174,25 +166,34 @@ def test_torch_compile_writes_every_pass(compiled):
         "04.joint.residency.after",
     ]  # fmt: skip
     for direction in ("forward", "backward"):
-        for name in ("bucket", "prefetch", "release", "lower"):
+        for name in ("place", "release", "lower"):
             for when in ("before", "after"):
                 expected.append(f"{len(expected) + 1:02d}.{direction}.{name}.{when}")
     assert sorted(file.stem for file in compiled.glob("*.py")) == expected
     assert sorted(f.name for f in compiled.iterdir() if f.suffix != ".py") == [
-        "backward.plan.json", "backward.plan.txt", "forward.plan.json", "forward.plan.txt",
-        "pipeline.txt",
+        "pipeline.txt", "plan.json",
     ]  # fmt: skip
 
 
 def test_the_pipeline_is_written_with_its_options(compiled):
     passes = (
-        "1. Bucket(max_bytes=4194304, world=1)\n"
-        "2. Prefetch(depth=4)\n"
-        "3. Release()\n"
-        "4. Lower(world=1, rank=0, native=False, pg='')\n"
+        "1. Place({} collectives, world=1)\n"
+        "2. Release()\n"
+        "3. Lower(world=1, rank=0, native=False, pg='')\n"
     )
     text = (compiled / "pipeline.txt").read_text()
-    assert text == f"forward:\n{passes}backward:\n{passes}"
+    # Weight and bias in one gather; backward needs neither, and reduces both together.
+    assert text == f"forward:\n{passes.format(1)}backward:\n{passes.format(1)}"
+
+
+def test_one_plan_is_written_of_forward_and_backward(compiled):
+    plan = Plan.from_json((compiled / "plan.json").read_text())
+    assert [(row.graph, row.kind) for row in plan.collectives] == [
+        ("forward", "all-gather"), ("backward", "reduce-scatter"),
+    ]  # fmt: skip
+    assert [graph.direction for graph in plan.graphs] == ["forward", "backward"]
+    assert {p.name for p in plan.parameters} == {"weight", "bias"}
+    assert plan.name == "000"
 
 
 @pytest.mark.parametrize("stage", ["partition", "residency", "forward", "backward"])

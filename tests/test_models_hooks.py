@@ -4,18 +4,12 @@ import copy
 
 import pytest
 import torch
-from parity import check, close, compare_gradients, compare_state, options, sgd, whole
+from parity import close, compare_gradients, compare_state, every_stage, options, sgd, whole
 from torch import nn
 
 
 def numbers(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def every_stage(rank, world, make, loss, more=None):
-    for stage in (1, 2, 3):
-        torch._dynamo.reset()
-        check(rank, world, make, loss, options(stage), **(more or {}))
 
 
 class Cube(torch.autograd.Function):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parity import check, close, compare_gradients, compare_state, options, sgd
+from parity import close, compare_gradients, compare_state, every_stage, options, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -12,12 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 def numbers(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def every_stage(rank, world, make, loss, more=None):
-    for stage in (1, 2, 3):
-        torch._dynamo.reset()
-        check(rank, world, make, loss, options(stage), **(more or {}))
 
 
 class Norms(nn.Module):

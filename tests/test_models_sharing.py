@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from parity import check, close, compare_gradients, compare_state, options, sgd
+from parity import check, close, compare_gradients, compare_state, every_stage, options, sgd
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,12 +17,6 @@ def numbers(seed, *shape):
 
 def tokens(seed, high, *shape):
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def every_stage(rank, world, make, loss, more=None):
-    for stage in (1, 2, 3):
-        torch._dynamo.reset()
-        check(rank, world, make, loss, options(stage), **(more or {}))
 
 
 class Tied(nn.Module):

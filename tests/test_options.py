@@ -28,6 +28,12 @@ def test_defaults():
     assert options.disable == ()
 
 
+@pytest.mark.parametrize("budget", [1, 8 * 2**30, 1.0, 0.5, None])
+def test_a_budget_is_bytes_or_a_share(budget):
+    stated = Options.parse({"memory_budget": budget}).memory_budget
+    assert (stated, type(stated)) == (budget, type(budget))
+
+
 def test_options_are_passed_through():
     options = Options(stage=1)
     assert Options.parse(options) is options
@@ -105,7 +111,15 @@ def test_every_wrong_option_is_named():
         ("bucket_bytes", 0, "Input should be greater than or equal to 1"),
         ("persistence_threshold", -1, "Input should be greater than or equal to 0"),
         ("check_timeout", 0, "Input should be greater than 0"),
-        ("disable", "prefetch", "Input should be a valid tuple"),
+        ("disable", "release", "Input should be a valid tuple"),
+        ("memory_budget", 0, "Value error, 0 is neither a positive number of bytes nor a share"),
+        ("memory_budget", -5, "Value error, -5 is neither a positive number of bytes nor a share"),
+        ("memory_budget", 1.5, "Value error, 1.5 is neither a positive number of bytes nor a"),
+        ("memory_budget", True, "Value error, True is neither a positive number of bytes nor a"),
+        ("memory_budget", "1 GB", "Value error, '1 GB' is neither a positive number of bytes"),
+        ("replan_after", -1, "Input should be greater than or equal to 0"),
+        ("replan_gain", -0.1, "Input should be greater than or equal to 0"),
+        ("calibrate", "maybe", "Input should be a valid boolean"),
         ("stage", "three", "Input should be a valid integer"),
     ],
 )
@@ -131,11 +145,11 @@ def graph():
     return gm, [torch.zeros(1)]
 
 
-@pytest.mark.parametrize("name", ["partition", "residency", "bucket", "release", "lower", "none"])
+@pytest.mark.parametrize("name", ["partition", "residency", "place", "lower", "none"])
 def test_a_pass_that_cannot_be_disabled(name):
     with pytest.raises(OptionError) as error:
         zero(*graph(), options={"disable": (name,)})
-    assert str(error.value) == (f"pass {name!r} cannot be disabled; optional ones: ('prefetch',)")
+    assert str(error.value) == (f"pass {name!r} cannot be disabled; optional ones: ('release',)")
 
 
 def test_the_backend_refuses_an_unknown_option():

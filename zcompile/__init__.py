@@ -1,7 +1,14 @@
 """zcompile: ZeRO as a compiler. `torch.compile(model, backend="zero", options={"stage": 3})`."""
 
 from zcompile.comm import Traffic, traffic
-from zcompile.errors import GraphError, OptionError, ZeroError, ZeroWarning
+from zcompile.errors import (
+    BudgetError,
+    GraphError,
+    OptionError,
+    PlanError,
+    ZeroError,
+    ZeroWarning,
+)
 from zcompile.options import Options
 from zcompile.sharding import shard
 from zcompile.state import full_state_dict, load_full_state_dict
@@ -9,9 +16,11 @@ from zcompile.state import full_state_dict, load_full_state_dict
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "GraphError",
     "OptionError",
     "Options",
+    "PlanError",
     "Traffic",
     "ZeroError",
     "ZeroWarning",

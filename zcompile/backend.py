@@ -28,6 +28,7 @@ from zcompile._torch import (
     forget_compiled,
     min_cut_rematerialization_partition,
     saved_tensors_first,
+    shortened,
     without_autograd_cache,
 )
 from zcompile.control import fingerprint
@@ -94,8 +95,10 @@ def compile_graph(
             return build.interpreter(gm, example_inputs)
     except BranchError as error:
         reason: Exception = error
-    except (ZeroError, *COMPILER_CONTROL_FLOW):
+    except COMPILER_CONTROL_FLOW:
         raise
+    except ZeroError as error:
+        raise shortened(error) from error.__cause__
     except Exception as error:
         reason = error
     warnings.warn(
@@ -222,7 +225,7 @@ class Build:
         passes = self.passes(rows)
         if self.dump is not None:
             self.dump.plan(self.plan)
-            self.dump.text("pipeline.txt", f"{direction}:\n{describe(passes)}")
+            self.dump.append("pipeline.txt", f"{direction}:\n{describe(passes)}")
         return self.run(gm, passes), rows
 
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

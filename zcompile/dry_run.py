@@ -57,6 +57,7 @@ def trace(
     world_size: int,
     options: Mapping[str, Any] | Options | None = None,
     gpu: bool = False,
+    partition: Callable[..., Any] | None = None,
 ) -> list[Graphs]:
     """The forward and backward graphs of each part of the model that Dynamo traces as one.
 
@@ -68,6 +69,8 @@ def trace(
         model: on any device, `meta` included. It is left as it was, and none of it is copied.
         example_inputs, example_kwargs: what the model is called with; only shapes matter.
         gpu: attention with dropout is fused, as on a GPU; the CPU has no such kernel.
+        partition: called as partition(joint, inputs, **kwargs), it cuts a joint graph in two;
+            default: as the stage demands.
 
     Raises:
         ZeroError: the model cannot be copied, or cannot be traced without values.
@@ -76,19 +79,22 @@ def trace(
     group = paper_group(world_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = getattr(model, "_orig_mod", model)
-    capture = Capture(chosen, gpu)
+    capture = Capture(chosen, gpu, partition)
     with _no_collection(), mode, torch.enable_grad():
         on_paper = _copy(root, chosen, group)
         args, kwargs = tree_map(_fake, (tuple(example_inputs), dict(example_kwargs or {})))
         step = torch.compile(
-            _own_code(lambda: on_paper(*args, **kwargs)), backend=capture, dynamic=False
+            _own_code(lambda: on_paper(*args, **kwargs)),
+            backend=capture,
+            dynamic=False,
+            isolate_recompiles=True,
         )
         try:
             step()
         except Exception as error:
             raise ZeroError(
                 f"the model cannot be traced without values: {type(error).__name__}: {error}. A "
-                "branch on a tensor's value, .item() and printing need one; shard and run it instead"
+                "branch on a tensor's value, .item() and print need one; shard and run it instead"
             ) from error
     if not capture.graphs:
         raise ZeroError("Dynamo traced no part of the model: its forward is disabled or skipped")
@@ -106,8 +112,13 @@ def paper_group(world_size: int, native: bool = False) -> comm.Group:
 class Capture:
     """A backend that stops once the graphs are cut, and computes nothing when it is called."""
 
-    def __init__(self, options: Options, gpu: bool = False) -> None:
-        self.options, self.gpu = options, gpu
+    def __init__(
+        self,
+        options: Options,
+        gpu: bool = False,
+        partition: Callable[..., Any] | None = None,
+    ) -> None:
+        self.options, self.gpu, self.cut = options, gpu, partition or self._cut
         self.graphs: list[Graphs] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -135,10 +146,14 @@ class Capture:
             )(gm, example_inputs)
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        forward, backward = self.cut(joint, inputs, **kwargs)
+        self.graphs.append((forward, backward))
+        return forward, backward
+
+    def _cut(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         joint = self._run(joint, [Residency(keep_all=self.options.stage < 3)])
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
-        self.graphs.append((forward, backward))
         return forward, backward
 
     def _run(self, gm: fx.GraphModule, passes: Sequence[Any]) -> fx.GraphModule:
@@ -219,7 +234,7 @@ def _copy(model: nn.Module, options: Options, group: comm.Group) -> nn.Module:
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ZeroError(
-                f"parameter {name!r} has no shape yet: call the lazy module once before it is planned"
+                f"parameter {name!r} has no shape yet: call the lazy module once before a dry run"
             )
         spec = spec_of(name, param, options, group.name)
         first, last = group.owned(param.shape[0]) if spec.sharded else (0, 0)
@@ -265,8 +280,9 @@ def _fake(value: Any) -> Any:
     return fake.requires_grad_(value.requires_grad)
 
 
-def _own_code(function: FunctionType) -> FunctionType:
+def _own_code(function: Callable[[], Any]) -> Callable[[], Any]:
     """The function with a code object of its own: Dynamo keeps what it learns of shapes with it."""
+    assert isinstance(function, FunctionType)
     function.__code__ = function.__code__.replace()
     return function
 

@@ -7,8 +7,8 @@
     DIR/rank0/000/plan.json                 the same, see docs/plan-schema.md
     DIR/rank0/000/pipeline.txt              the passes that ran, with their options
 
-`python DIR/.../06.forward.place.after.py` runs that graph on zeros, in one process, with collectives
-that move nothing.
+`python DIR/.../06.forward.place.after.py` runs that graph on zeros, in one process, with
+collectives that move nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from zcompile import comm
 from zcompile._torch import FakeStore, register_process_group
 from zcompile.parameter import ParamSpec, ZeroParameter, shard_of
 from zcompile.schedule.plan import Plan
+from zcompile.show.text import text
 
 _HEADER = '''"""{label}  {note}
 
@@ -111,10 +112,11 @@ class Dump:
 
     def plan(self, plan: Plan, name: str = "plan") -> None:
         (self.folder / f"{name}.json").write_text(plan.to_json())
+        (self.folder / f"{name}.txt").write_text(text(plan))
 
-    def text(self, name: str, text: str) -> None:
+    def append(self, name: str, lines: str) -> None:
         with (self.folder / name).open("a") as file:
-            file.write(text)
+            file.write(lines)
 
 
 def _plain(gm: fx.GraphModule) -> fx.GraphModule:

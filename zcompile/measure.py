@@ -115,7 +115,7 @@ def operations(sim: Simulator, schedule: Schedule, runs: Mapping[int, Run]) -> d
                 _share_out(sim, measured, graph, at, position, work)
                 owed = 0.0
             at, since = position, mark.end
-            issue, wire, finish = sim.price(schedule.buckets[index])
+            _, wire, finish = sim.price(schedule.buckets[index])
             if kind == "issue":
                 free = max(mark.end, free) + wire
             else:
@@ -149,40 +149,28 @@ def timeline(sim: Simulator, schedule: Schedule, runs: Mapping[int, Run]) -> Tim
     events: list[Event] = []
     keys = sim.keys(schedule)
     exposed: dict[str, float] = {}
-    offset = compute = 0.0
+    offset = 0.0
     for graph, run in sorted(runs.items()):
-        direction = sim.step.directions[graph]
-        at, since = sim.step.start(graph), 0.0
+        direction, at, since = sim.step.directions[graph], sim.step.start(graph), offset
         issued: dict[int, float] = {}
-
-        def stretch(position: int, begin: float, end: float) -> None:
-            nonlocal at, compute
-            if position > at and end > begin:
-                name = sim.step.ops[at].name
-                if position - at > 1:
-                    name += f" .. {sim.step.ops[position - 1].name}"
-                compute += end - begin
-                span = (offset + begin, offset + end)
-                events.append(Event("compute", "compute", name, direction, *span))  # noqa: B023
-            at = max(at, position)
-
-        for (kind, index, position), mark in zip(
-            acts(sim, schedule, graph), run.marks, strict=True
-        ):
-            stretch(position, since, mark.begin)
-            key, lane = keys[index], KINDS[schedule.buckets[index].kind]
+        order = acts(sim, schedule, graph)
+        for (kind, index, position), mark in zip(order, run.marks, strict=True):
             begin, end = offset + mark.begin, offset + mark.end
+            if position > at:
+                events.append(_compute(sim, direction, at, position, since, begin))
+            at, since = position, end
+            key, lane = keys[index], KINDS[schedule.buckets[index].kind]
             events.append(Event("compute", kind, f"{kind} {key}", direction, begin, end, key))
-            name = f"{direction}/{key}"
-            exposed[name] = exposed.get(name, 0.0) + mark.end - mark.begin
             if kind == "issue":
                 issued[index] = end
             else:
+                exposed[f"{direction}/{key}"] = end - begin
                 span = (issued[index], end)
                 events.append(Event(lane, "transfer", f"transfer {key}", direction, *span, key))
-            since = mark.end
-        stretch(sim.step.ends[graph], since, run.seconds)
         offset += run.seconds
+        if sim.step.ends[graph] > at:
+            events.append(_compute(sim, direction, at, sim.step.ends[graph], since, offset))
+    compute = sum(e.end - e.start for e in events if e.kind == "compute")
     known = sim.timeline(schedule)
     return Timeline(
         source="measured",
@@ -198,3 +186,10 @@ def timeline(sim: Simulator, schedule: Schedule, runs: Mapping[int, Run]) -> Tim
         events=tuple(events),
         memory=Memory((), {}),
     )
+
+
+def _compute(sim: Simulator, graph: str, at: int, position: int, begin: float, end: float) -> Event:
+    name = sim.step.ops[at].name
+    if position - at > 1:
+        name += f" .. {sim.step.ops[position - 1].name}"
+    return Event("compute", "compute", name, graph, begin, end)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import fx
 
-from zcompile.errors import BudgetError, OptionError, ZeroWarning
+from zcompile.errors import OptionError, ZeroWarning
 from zcompile.options import MIB, Options
 from zcompile.passes.extract import extract
 from zcompile.schedule import planner
@@ -27,7 +27,9 @@ from zcompile.schedule.step import Step
 
 Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of execution
 
-# An explicit budget is there to be spent. Without one, a gain of less is not worth any memory.
+# A budget that was stated is there to be spent. Without one a plan may hold this much more than the
+# leanest peak, and a gain in time of less than that share is not worth any memory.
+ALLOWANCE = 0.1
 THRIFT = 0.01
 
 FACTORS = (0.1, 100.0)  # a link that differs from its figures by more is not worth believing
@@ -44,15 +46,11 @@ class Setting:
     world: int
     native: bool
     costs: Costs
-    at_rest: AtRest = AtRest()
+    at_rest: AtRest = field(default_factory=AtRest)
     budget: int | None = None
     free: int | None = None
     given: Plan | None = None
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    @property
-    def limit(self) -> int | None:
-        return self.budget if self.budget is not None else self.free
 
     @property
     def by_rule(self) -> bool:
@@ -144,8 +142,8 @@ def plan(setting: Setting, graphs: Graphs, name: str, fingerprint: str = "") -> 
         schedule = from_plan(sim, given)
         found = Found(schedule, sim.replay(schedule), planner.Knobs())
         notes.append("follows the plan that was given")
-        if setting.limit is not None and found.replay.peak > setting.limit:
-            notes.append(f"its peak is over the limit of {setting.limit} bytes")
+        if setting.budget is not None and found.replay.peak > setting.budget:
+            notes.append(f"its peak is over the budget of {setting.budget} bytes")
     else:
         if given is not None:
             _warn(
@@ -173,14 +171,18 @@ def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> F
         size, depth = (32 * MIB, 1) if setting.native else (4 * MIB, 4)
         depth = depth if options.prefetch is None else options.prefetch
         return planner.fixed(sim, frozenset(), options.bucket_bytes or size, depth)
-    thrift = planner.EQUAL if setting.budget is not None else THRIFT
-    try:
-        return planner.plan(sim, setting.limit, may_keep=may_keep, thrift=thrift)
-    except BudgetError as error:
-        if setting.budget is not None:
-            raise
-        _warn(f"the device may run out of memory: {error}")
-        return planner.plan(sim, None, thrift=1.0)
+    if setting.budget is not None:
+        return planner.plan(sim, setting.budget, may_keep=may_keep)
+    lean = sim.replay(planner.lean(sim)).peak
+    limit = int(lean * (1 + ALLOWANCE))
+    if setting.free is not None and setting.free < limit:
+        limit = max(setting.free, lean)
+        if setting.free < lean:
+            _warn(
+                f"the step needs {lean / 1e6:.0f} MB at its peak, and {setting.free / 1e6:.0f} MB "
+                "were free when the model was sharded; memory_budget=... refuses what does not fit"
+            )
+    return planner.plan(sim, limit, thrift=THRIFT)
 
 
 def _warn(text: str) -> None:

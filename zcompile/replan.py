@@ -1,9 +1,9 @@
 """Plans a step again from what it was measured to take.
 
-After a few steps one forward and one backward run are measured, the ranks exchange their times, and
-each plans again: from the same times they come to the same plan. Where that promises enough, Dynamo
-is told to forget the compiled code; the next call compiles the new plan. The times are kept on disk,
-and the next job begins with them.
+After a few steps one forward and one backward run are measured, the ranks exchange their times,
+and each plans again: from the same times they come to the same plan. Where that promises enough,
+Dynamo is told to forget the compiled code; the next call compiles the new plan. The times are kept
+on disk, and the next job begins with them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import CellType
 from typing import Any
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zcompile import comm, machine
-from zcompile._torch import OptimizedModule, no_torch_function
+from zcompile import comm
+from zcompile._torch import no_torch_function
 from zcompile.control import fingerprint
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options

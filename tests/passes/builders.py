@@ -3,7 +3,7 @@
 g = Graph(world=3)
 w = g.shard("w", 5, 4)                  # this rank's rows of a (5, 4) parameter
 g.out(g.mm(x, g.unshard(w, 5)))
-text(Bucket(1024, 3)(g.module()))    # one line per node
+text(placed(g.module(), world=3))       # one line per node
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import operator
 import textwrap
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zcompile import collectives, comm, dialect
 from zcompile.layout import owned_rows
+from zcompile.passes import Place, Release, verify
+from zcompile.passes.extract import extract
+from zcompile.schedule import describe, planner
+from zcompile.schedule.costs import Costs
+from zcompile.schedule.devices import device
+from zcompile.schedule.links import NATIVE, default_link
+from zcompile.schedule.plan import Collective, Plan
+from zcompile.schedule.simulate import Simulator
 
 aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -53,6 +62,8 @@ class Graph:
         def value(a: Any) -> Any:
             return a.meta["val"] if isinstance(a, fx.Node) else a
 
+        if name is None and str(target).endswith(".default"):
+            name = str(target).split(".")[-2]  # mm, where torch's graphs have mm_default
         node = self.graph.create_node("call_function", target, args, {}, name)
         with self.mode:
             node.meta["val"] = target(*torch.utils._pytree.tree_map(value, args))
@@ -155,6 +166,84 @@ def _show(value: Any) -> str:
 def same(actual: str, golden: str) -> None:
     """Compare with an indented text; a mismatch shows a diff, and `actual` to copy."""
     assert actual == textwrap.dedent(golden).lstrip("\n")
+
+
+# Planning
+
+
+ONE, BIG = 1, 10**6  # bytes: every parameter is its own bucket, or all that can share one
+
+
+def simulator(
+    gm: fx.GraphModule, world: int = 2, native: bool = False, direction: str = "forward"
+) -> Simulator:
+    """Of a step that is one graph, by the published figures of a CPU."""
+    link = default_link("cpu", world)
+    if native:
+        link = replace(link, primitives=NATIVE)
+    step = extract([(direction, gm)], world=world, native=native, fused=False)
+    return Simulator(step, Costs(device("cpu"), link))
+
+
+def planned(
+    gm: fx.GraphModule, world: int = 2, *, cap: int = BIG, depth: int = 0, **of: Any
+) -> Plan:
+    """A plan by rules: buckets of up to `cap` bytes, issued and awaited `depth` buckets apart."""
+    sim = simulator(gm, world, **of)
+    return describe.to_plan(sim, planner.fixed(sim, frozenset(), cap, depth), name="000")
+
+
+def rows(gm: fx.GraphModule, world: int = 2, **rules: Any) -> tuple[Collective, ...]:
+    return planned(gm, world, **rules).collectives
+
+
+def placed(gm: fx.GraphModule, world: int = 2, **rules: Any) -> fx.GraphModule:
+    """What a plan by rules makes of a graph; see `planned`."""
+    gm = Place(rows(gm, world, **rules), world)(gm)
+    verify(gm, "place")
+    return gm
+
+
+def scheduled(gm: fx.GraphModule, world: int = 2, **rules: Any) -> fx.GraphModule:
+    """`placed`, and marked where gathered values end."""
+    gm = Release()(placed(gm, world, **rules))
+    verify(gm, "release")
+    return gm
+
+
+def gather(names: str, issue: str, wait: str | None = None, key: str = "gather.0") -> Collective:
+    """A row by hand. names: parameters, between blanks; without a wait awaited where issued."""
+    return _row("all-gather", names, issue, wait, key)
+
+
+def reduction(names: str, issue: str, wait: str | None = None, key: str = "reduce.0") -> Collective:
+    return _row("reduce-scatter", names, issue, wait, key)
+
+
+def all_reduction(
+    names: str, issue: str, wait: str | None = None, key: str = "all_reduce.0"
+) -> Collective:
+    return _row("all-reduce", names, issue, wait, key)
+
+
+def _row(kind: str, names: str, issue: str, wait: str | None, key: str) -> Collective:
+    wait = issue if wait is None else wait
+    return Collective(key, "forward", kind, tuple(names.split()), "", 0, 0, "", issue, wait)
+
+
+def two_layers(world: int = 3) -> fx.GraphModule:
+    """neg, mm = . @ a, mm_1 = . @ b"""
+    g = Graph(world)
+    x, a, b = g.input("x", 2, 5), g.shard("a", 5, 4), g.shard("b", 4, 3)
+    wa, wb = g.unshard(a, 5), g.unshard(b, 4)
+    return g.out(g.mm(g.mm(g.neg(x), wa), wb))
+
+
+def two_gradients(world: int = 3) -> fx.GraphModule:
+    """Of a (5, 2) and b (4, 3): neg, neg_1, neg_2."""
+    g = Graph(world)
+    x, y = g.input("x", 5, 2), g.input("y", 4, 3)
+    return g.out(g.reduce(g.neg(x), "a"), g.neg(y), g.reduce(g.neg(y), "b"))
 
 
 # Running

@@ -2,26 +2,32 @@
 
 import pytest
 import torch
-from builders import BF16, F32, F64, Graph, aten, body, rows_of, same, simulate, targets
+from builders import (
+    BF16,
+    BIG,
+    F32,
+    F64,
+    ONE,
+    Graph,
+    aten,
+    body,
+    rows_of,
+    same,
+    scheduled,
+    simulate,
+    targets,
+)
 
-from zcompile import collectives, comm
+from zcompile import comm
 from zcompile.dialect import ORDER
-from zcompile.layout import chunk_rows, owned_rows
-from zcompile.passes import Bucket, Lower, Prefetch, Release, verify
+from zcompile.passes import Lower, verify
 from zcompile.passes.graph import calls
 
-ONE, BIG = 1, 10**6
 ENGINES = [False, True]
 
 
-def scheduled(gm, world, rank=0, max_bytes=BIG, depth=1):
-    for each in (Bucket(max_bytes, world), Prefetch(depth), Release()):
-        gm = each(gm)
-    return gm
-
-
-def lowered(gm, world, rank=0, native=False, **options):
-    gm = Lower(world, rank, native, "pg")(scheduled(gm, world, rank, **options))
+def lowered(gm, world, rank=0, native=False, **rules):
+    gm = Lower(world, rank, native, "pg")(scheduled(gm, world, **rules))
     verify(gm, "lower")
     return gm
 
@@ -105,15 +111,13 @@ def test_with_one_rank_a_gradient_that_something_else_holds_is_cloned(gradient, 
     assert torch.equal(value, before)
 
 
-@pytest.mark.parametrize("max_bytes", [ONE, BIG])
+@pytest.mark.parametrize("cap", [ONE, BIG])
 @pytest.mark.parametrize("op", ["reduce", "all_reduce"])
-def test_with_one_rank_two_parameters_of_one_gradient_get_two(op, max_bytes):
+def test_with_one_rank_two_parameters_of_one_gradient_get_two(op, cap):
     """y = x + a + b: the gradients of a and b are one value."""
     g = Graph(1)
     grad = g.neg(g.input("x", 4))
-    gm = lowered(
-        g.out(getattr(g, op)(grad, "a"), getattr(g, op)(grad, "b")), 1, max_bytes=max_bytes
-    )
+    gm = lowered(g.out(getattr(g, op)(grad, "a"), getattr(g, op)(grad, "b")), 1, cap=cap)
     a, b = gm(torch.randn(4))
     assert torch.equal(a, b)
     assert a.data_ptr() != b.data_ptr()
@@ -133,7 +137,7 @@ def test_p2p():
     x, w = g.input("x", 5, 2), g.shard("w", 2, 4)
     gm = g.out(g.mm(x, g.unshard(w, 2)), g.reduce(g.neg(x), "a"), g.all_reduce(g.neg(x), "b"))
     same(
-        body(lowered(gm, 3, depth=0)),
+        body(lowered(gm, 3)),
         """
     order: u8[1] = zero.order()
     gather_start = zero.gather_start([w], [2], f32, 'g', 'gather.0', order)
@@ -222,7 +226,7 @@ def test_native():
     x, w = g.input("x", 5, 2), g.shard("w", 2, 4)
     gm = g.out(g.mm(x, g.unshard(w, 2)), g.reduce(g.neg(x), "a"), g.all_reduce(g.neg(x), "b"))
     same(
-        body(lowered(gm, 3, native=True, depth=0)),
+        body(lowered(gm, 3, native=True)),
         """
     view: f32[4] = aten.view(w, [-1])
     all_gather_into_tensor: f32[12] = _c10d_functional.all_gather_into_tensor(view, 3, 'pg')
@@ -327,10 +331,10 @@ def model(world, rank, compute=F32, reduce=F32):
     """Two layers with uneven rows, a replicated bias, a gradient for each."""
     g = Graph(world, rank)
     x, bias = g.input("x", 2, 5, dtype=compute), g.input("bias", 7)
-    wa = g.unshard(g.shard("a", 5, 3), 5, compute)
-    h = g.mm(x, wa)
-    y = g.call(aten.add.Tensor, g.mm(h, g.unshard(g.shard("b", 3, 7), 3, compute)),
-               g.replicate(bias, compute))  # fmt: skip
+    a, b = g.shard("a", 5, 3), g.shard("b", 3, 7)
+    h = g.mm(x, g.unshard(a, 5, compute))
+    y = g.mm(h, g.unshard(b, 3, compute))
+    y = g.call(aten.add.Tensor, y, g.replicate(bias, compute))
     da = g.reduce(g.mm(g.call(aten.t.default, x), h), "a", F32, reduce)
     db = g.reduce(g.mm(g.call(aten.t.default, h), y), "b", F32, reduce)
     dbias = g.all_reduce(g.call(aten.sum.dim_IntList, y, [0]), "bias", F32, reduce)
@@ -361,9 +365,9 @@ def expected(world):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("native", ENGINES)
-@pytest.mark.parametrize(("max_bytes", "depth"), [(ONE, 1), (BIG, 2)])
-def test_values_are_those_of_plain_arithmetic(world, native, max_bytes, depth):
-    options = {"native": native, "max_bytes": max_bytes, "depth": depth}
+@pytest.mark.parametrize(("cap", "depth"), [(ONE, 1), (BIG, 2)])
+def test_values_are_those_of_plain_arithmetic(world, native, cap, depth):
+    options = {"native": native, "cap": cap, "depth": depth}
     graphs = [lowered(model(world, r), world, r, **options) for r in range(world)]
     torch.testing.assert_close(simulate(graphs, inputs(world)), expected(world))
 
@@ -373,7 +377,7 @@ def test_values_are_those_of_plain_arithmetic(world, native, max_bytes, depth):
 def test_values_are_those_before_lowering_in_every_dtype(native, compute, reduce):
     world = 3
     before = simulate(
-        [scheduled(model(world, r, compute, reduce), world, r) for r in range(world)],
+        [scheduled(model(world, r, compute, reduce), world) for r in range(world)],
         inputs(world, compute),
     )
     after = simulate(
@@ -407,114 +411,3 @@ def test_a_p2p_graph_runs_on_paper_with_nothing_received():
     a[:2], b[:1] = given[2], given[3]
     torch.testing.assert_close(y, given[0] @ a @ b + given[1])
     torch.testing.assert_close(da, (given[0].T @ (given[0] @ a))[:2] / 3)
-
-
-# The arithmetic of collectives
-
-
-def test_the_mean_is_summed_in_the_reduction_dtype():
-    """1 + 2**-8 is not a bf16: a sum in bf16 would lose the small part every time."""
-    own = torch.ones(2, dtype=BF16)
-    received = torch.full((3, 2), 2.0**-8, dtype=BF16)
-    mean = collectives.mean_of_parts(own, received, F32, F32)
-    assert mean.dtype == F32
-    assert mean.tolist() == [(1 + 3 * 2.0**-8) / 4] * 2
-    assert collectives.mean_of_parts(own, received, BF16, F32).tolist() == [0.25] * 2
-
-
-def test_the_mean_of_one_rank_is_its_own():
-    own = torch.randn(3, 2)
-    mean = collectives.mean_of_parts(own, own.new_empty(0, 3, 2), F32, F32)
-    assert torch.equal(mean, own)
-
-
-def test_the_mean_of_no_rows_is_no_rows():
-    mean = collectives.mean_of_parts(torch.empty(0, 4), torch.empty(2, 0, 4), F32, BF16)
-    assert (mean.shape, mean.dtype) == ((0, 4), BF16)
-
-
-@pytest.mark.parametrize(
-    ("grad", "reduce", "wire"),
-    [(F32, F32, F32), (BF16, F32, BF16), (F32, BF16, BF16), (BF16, BF16, BF16),
-     (F32, F64, F32), (BF16, torch.float16, BF16)],
-)  # fmt: skip
-def test_the_wire_is_never_wider_than_either(grad, reduce, wire):
-    assert collectives.wire_dtype(grad, reduce) == wire
-
-
-SHAPES = [(5, 4), (2,), (6, 1, 2), (1, 3)]
-
-
-class Fake:
-    """The backend's collectives, as functions of what this rank hands in."""
-
-    def __init__(self, monkeypatch):
-        self.sent = []
-        monkeypatch.setattr(collectives, "_c10d", self)
-
-    def all_gather_into_tensor(self, flat, world, pg):
-        self.sent.append(flat)
-        return flat
-
-    def reduce_scatter_tensor(self, flat, op, world, pg):
-        assert op == "sum"
-        self.sent.append(flat)
-        return flat
-
-    def all_reduce(self, flat, op, pg):
-        assert op == "sum"
-        self.sent.append(flat)
-        return flat
-
-    def wait_tensor(self, flat):
-        return flat
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_what_native_gather_packs_native_gathered_unpacks(monkeypatch, world, dtype):
-    fake = Fake(monkeypatch)
-    draw = torch.Generator().manual_seed(0)
-    wholes = [torch.randn(s, generator=draw) for s in SHAPES]
-    for rank in range(world):
-        shards = [rows_of(w, world, rank) for w in wholes]
-        collectives.native_gather(shards, SHAPES, dtype, world, "pg")
-    chunk = sum(chunk_rows(s[0], world) * torch.Size(s[1:]).numel() for s in SHAPES)
-    assert [(f.shape, f.dtype) for f in fake.sent] == [((chunk,), dtype)] * world
-    gathered = collectives.native_gathered(torch.cat(fake.sent), SHAPES, world)
-    for got, whole in zip(gathered, wholes, strict=True):
-        assert torch.equal(got, whole.to(dtype))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_what_native_reduce_packs_native_reduced_unpacks(monkeypatch, world):
-    fake = Fake(monkeypatch)
-    draw = torch.Generator().manual_seed(0)
-    grads = [[torch.randn(s, generator=draw) for s in SHAPES] for _ in range(world)]
-    for each in grads:
-        collectives.native_reduce(each, F32, world, "pg")
-    summed = torch.stack(fake.sent).sum(0).chunk(world)
-    for rank in range(world):
-        owned = [last - first for first, last in (owned_rows(s[0], world, rank) for s in SHAPES)]
-        got = collectives.native_reduced(summed[rank], SHAPES, owned, BF16, world)
-        for index, shard in enumerate(got):
-            mean = sum(each[index] for each in grads) / world
-            assert shard.dtype == BF16
-            torch.testing.assert_close(
-                shard.float(), rows_of(mean, world, rank), rtol=1e-2, atol=1e-2
-            )
-
-
-def test_what_native_all_reduce_packs_all_reduced_unpacks(monkeypatch):
-    Fake(monkeypatch)
-    grads = [torch.randn(s) for s in SHAPES]
-    flat = collectives.native_all_reduce(grads, F64, "pg")
-    assert (flat.shape, flat.dtype) == ((20 + 2 + 12 + 3,), F64)
-    for got, grad in zip(collectives.all_reduced(flat * 4, SHAPES, F32, 4), grads, strict=True):
-        assert torch.equal(got, grad)
-
-
-def test_flattened_tensors_are_a_copy():
-    (one,) = [torch.ones(2)]
-    collectives.flatten([one], F32).zero_()
-    assert one.tolist() == [1, 1]

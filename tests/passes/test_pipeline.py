@@ -8,7 +8,7 @@ from builders import Graph, aten
 
 from zcompile.errors import GraphError, ZeroError
 from zcompile.options import Options
-from zcompile.passes import Bucket, Lower, Partition, Prefetch, Release, Residency, verify
+from zcompile.passes import Lower, Partition, Place, Release, Residency, verify
 from zcompile.pipeline import check_order, describe, run
 
 
@@ -67,9 +67,8 @@ def refusal(passes, done=()):
 
 
 def test_a_wrong_order_names_both_passes_and_all_that_is_scheduled():
-    assert refusal([Release(), Prefetch(), Bucket(1, 2), Lower(2, 0)]) == (
-        "pass 'release' builds on 'bucket', which comes later in: "
-        "release -> prefetch -> bucket -> lower"
+    assert refusal([Release(), Place((), 2), Lower(2, 0)]) == (
+        "pass 'release' builds on 'place', which comes later in: release -> place -> lower"
     )
 
 
@@ -77,11 +76,10 @@ def test_a_wrong_order_names_both_passes_and_all_that_is_scheduled():
     ("wrong", "needs"),
     [
         ([Residency(), Partition()], "pass 'residency' builds on 'partition'"),
-        ([Bucket(1, 2), Residency()], "pass 'bucket' builds on 'residency'"),
-        ([Prefetch(), Bucket(1, 2)], "pass 'prefetch' builds on 'bucket'"),
-        ([Bucket(1, 2), Release(), Prefetch()], "pass 'release' builds on 'prefetch'"),
-        ([Lower(2, 0), Bucket(1, 2)], "pass 'lower' builds on 'bucket'"),
-        ([Bucket(1, 2), Lower(2, 0), Release()], "pass 'lower' builds on 'release'"),
+        ([Place((), 2), Residency()], "pass 'place' builds on 'residency'"),
+        ([Release(), Place((), 2)], "pass 'release' builds on 'place'"),
+        ([Lower(2, 0), Place((), 2)], "pass 'lower' builds on 'place'"),
+        ([Place((), 2), Lower(2, 0), Release()], "pass 'lower' builds on 'release'"),
     ],
 )
 def test_every_pass_says_what_it_builds_on(wrong, needs):
@@ -89,7 +87,7 @@ def test_every_pass_says_what_it_builds_on(wrong, needs):
 
 
 def test_an_optional_pass_may_be_missing():
-    check_order([Bucket(1, 2), Release(), Lower(2, 0)])
+    check_order([Place((), 2), Lower(2, 0)])
 
 
 def test_what_ran_on_earlier_graphs_counts():
@@ -119,10 +117,10 @@ def test_the_recorder_is_shown_every_graph():
 
 def test_each_pass_logs_its_op_count_and_time(caplog):
     with caplog.at_level(logging.INFO, logger="zcompile"):
-        run(graph(), [Prefetch(2), Grow("grow", by=1)])
+        run(graph(), [Residency(), Grow("grow", by=1)])
     first, second = (record.getMessage() for record in caplog.records)
     head, milliseconds = first.rsplit(", ", 1)
-    assert head == "Prefetch(depth=2): nodes 3 -> 3 (+0)"
+    assert head == "Residency(keep_all=False, keep=frozenset()): nodes 3 -> 3 (+0)"
     assert milliseconds.endswith(" ms")
     assert 0 <= float(milliseconds.removesuffix(" ms")) < 60_000
     assert second.startswith("Grow(name='grow', after=(), by=1): nodes 3 -> 4 (+1), ")
@@ -155,12 +153,11 @@ def test_a_broken_graph_stops_the_pipeline_and_was_recorded():
 
 
 def test_a_pipeline_prints_as_it_will_run():
-    passes = [Bucket(1024, 2), Prefetch(1), Release(), Lower(2, 0)]
+    passes = [Place((), 2), Release(), Lower(2, 0)]
     assert describe(passes) == (
-        "1. Bucket(max_bytes=1024, world=2)\n"
-        "2. Prefetch(depth=1)\n"
-        "3. Release()\n"
-        "4. Lower(world=2, rank=0, native=False, pg='')\n"
+        "1. Place(0 collectives, world=2)\n"
+        "2. Release()\n"
+        "3. Lower(world=2, rank=0, native=False, pg='')\n"
     )
 
 
@@ -169,10 +166,11 @@ def test_the_backend_schedules_in_an_order_that_holds():
     from zcompile.comm import Group
 
     build = Build(Options(), Group("g", 0, 2), None)
-    check_order([Partition(), build.residency(), *build.passes()])
-    assert [p.name for p in build.passes()] == ["bucket", "prefetch", "release", "lower"]
+    check_order([Partition(), build.residency(), *build.passes(())])
+    assert [p.name for p in build.passes(())] == ["place", "release", "lower"]
     assert build.residency() == Residency(keep_all=False)
-    without = Build(Options(disable=("prefetch",), stage=2), Group("g", 0, 2), None)
-    check_order([Partition(), without.residency(), *without.passes()])
-    assert [p.name for p in without.passes()] == ["bucket", "release", "lower"]
+    assert build.residency(frozenset({"w"})) == Residency(keep=frozenset({"w"}))
+    without = Build(Options(disable=("release",), stage=2), Group("g", 0, 2), None)
+    check_order([Partition(), without.residency(), *without.passes(())])
+    assert [p.name for p in without.passes(())] == ["place", "lower"]
     assert without.residency() == Residency(keep_all=True)

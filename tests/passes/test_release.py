@@ -4,19 +4,14 @@ import operator
 
 import pytest
 import torch
-from builders import Graph, aten, body, same, target, targets
+from builders import BIG, ONE, Graph, aten, body, same, scheduled, target, targets
 
 from zcompile.dialect import RELEASE
-from zcompile.passes import Bucket, Prefetch, Release, verify
 from zcompile.passes.graph import calls
 
-ONE = 1  # byte: every parameter is its own bucket
 
-
-def released(gm, max_bytes=10**6):
-    gm = Release()(Bucket(max_bytes, 2)(gm))
-    verify(gm, "release")
-    return gm
+def released(gm, cap=BIG):
+    return scheduled(gm, cap=cap)
 
 
 def behind(gm):
@@ -152,17 +147,15 @@ def test_reductions_have_no_mark():
 def test_marks_stay_behind_the_wait_when_gathers_are_prefetched():
     g = Graph()
     a, b = g.shard("a", 4), g.shard("b", 4)
-    gm = Bucket(ONE, 2)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
-    gm = Release()(Prefetch(1)(gm))
-    verify(gm, "release")
+    gm = g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4)))
     same(
-        body(gm),
+        body(scheduled(gm, cap=ONE, depth=1)),
         """
     gather_start = zero.gather_start([a], [4], f32, 'g', 'gather.0')
     item: f32[4] = gather_start[0]
-    zero.wait_([item], [a], 'g', 'gather.0')
     gather_start_1 = zero.gather_start([b], [4], f32, 'g', 'gather.1')
     item_1: f32[4] = gather_start_1[0]
+    zero.wait_([item], [a], 'g', 'gather.0')
     neg: f32[4] = aten.neg(item)
     zero.release([item], 'gather.0')
     zero.wait_([item_1], [b], 'g', 'gather.1')

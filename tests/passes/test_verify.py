@@ -3,7 +3,7 @@
 import operator
 
 import pytest
-from builders import BF16, F32, Graph, aten
+from builders import BF16, F32, ONE, Graph, aten, placed, rows
 
 from zcompile.dialect import (
     ALL_REDUCE_FINISH,
@@ -15,12 +15,12 @@ from zcompile.dialect import (
     WAIT,
 )
 from zcompile.errors import GraphError
-from zcompile.passes import Bucket, Lower, Prefetch, Release, verify
+from zcompile.passes import Lower, Place, Release, verify
 from zcompile.passes.graph import calls
 from zcompile.passes.verify import RULES
 
 
-def valid(stop=3):
+def valid(stop=2):
     """Two buckets of gathers, two of reductions, one of all-reductions, scheduled."""
     g = Graph(world=3)
     x, bias = g.input("x", 2, 5), g.input("bias", 3)
@@ -34,7 +34,7 @@ def valid(stop=3):
         g.reduce(g.mm(g.call(aten.t.default, h), y), "b"),
         g.all_reduce(g.call(aten.sum.dim_IntList, y, [0]), "bias"),
     )
-    for each in [Bucket(1, 3), Prefetch(1), Release()][:stop]:
+    for each in [Place(rows(gm, 3, cap=ONE, depth=1), 3), Release()][:stop]:
         gm = each(gm)
     return gm
 
@@ -48,7 +48,7 @@ def broken(gm, rule):
     return str(error.value).removeprefix(head)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 2, 3])
+@pytest.mark.parametrize("stop", [0, 1, 2])
 def test_a_valid_graph_passes(stop):
     verify(valid(stop), "mine")
 
@@ -93,7 +93,7 @@ def test_a_gather_that_is_awaited_twice():
 def test_a_gather_that_is_awaited_in_part():
     g = Graph()
     a, b = g.shard("a", 4), g.shard("b", 4)
-    gm = Bucket(1000, 2)(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
+    gm = placed(g.out(g.neg(g.unshard(a, 4)), g.neg(g.unshard(b, 4))))
     (wait,) = calls(gm.graph, WAIT)
     wait.args = (wait.args[0][:1], *wait.args[1:])
     with pytest.raises(GraphError):

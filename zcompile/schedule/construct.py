@@ -1,4 +1,4 @@
-"""Builds a schedule from a few numbers, within a limit of memory, in time linear in its collectives.
+"""Builds a schedule from a few numbers, within a limit of memory.
 
 buckets   gathers in order of use, reductions in order of readiness, cut by bytes
 ahead     gathers issued before their use, as far as memory allows
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zcompile.schedule.room import earliest, latest, lower, make_room
 from zcompile.schedule.simulate import Bucket, Replay, Schedule, Simulator
 
 # Times that differ by less are equal, and the schedule of less memory wins.
@@ -21,7 +22,8 @@ EQUAL = 1e-6
 
 @dataclass(frozen=True)
 class Knobs:
-    """gather, reduce: bytes a bucket may hold; ahead: see AHEAD."""
+    """gather, reduce: bytes a bucket may hold, 0: each collective alone; ahead: a gather starts so
+    many times its duration before its use."""
 
     gather: int = 0
     reduce: int = 0
@@ -44,29 +46,42 @@ class Found:
         return mine.peak < theirs.peak
 
 
-def lean(sim: Simulator, keep: frozenset[str] = frozenset()) -> Schedule:
-    """The schedule of least memory with this residency."""
-    made = construct(sim, keep, Knobs(), 2**62)
-    assert made is not None
-    return made[0]
+def lean(
+    sim: Simulator, keep: frozenset[str] = frozenset(), may_keep: Iterable[str] = ()
+) -> Schedule:
+    """The schedule of least memory that is known. keep, may_keep: parameters that must, or may,
+    stay gathered from forward to backward."""
+    alone = Schedule((*gather_buckets(sim, keep, 0), *reduce_buckets(sim, 0)), keep).ordered()
+    free = [name for name in may_keep if name in sim.pairs and name not in keep]
+    return lower(sim, alone, free)
 
 
 def construct(
-    sim: Simulator, kept: frozenset[str], knobs: Knobs, roof: int
+    sim: Simulator, kept: frozenset[str], knobs: Knobs, roof: int, rounds: int
 ) -> tuple[Schedule, np.ndarray] | None:
     """A schedule and its memory; None where buckets of this size do not fit even with nothing
-    ahead."""
+    ahead. rounds: moves of single buckets that may be made for them to fit."""
     gathers = gather_buckets(sim, kept, knobs.gather)
     reductions = reduce_buckets(sim, knobs.reduce)
-    schedule = Schedule((*gathers, *reductions), kept)
+    schedule = Schedule((*gathers, *reductions), kept).ordered()
     curve = sim.memory(schedule)
     if int(curve.max()) > roof:
-        return None
-    if knobs.ahead:
-        gathers = _advance(sim, kept, gathers, curve, knobs.ahead, roof)
-        schedule = Schedule((*gathers, *reductions), kept).ordered()
-        reductions = _delay(sim, schedule, reductions, curve, roof)
+        roomy = make_room(sim, schedule, roof, rounds)
+        if roomy is None:
+            return None
+        schedule, curve = roomy, sim.memory(roomy)
+    if not knobs.ahead:
+        return schedule, curve
+    gathers = sorted((b for b in schedule.buckets if b.kind == "all-gather"), key=_first_use)
+    reductions = [b for b in schedule.buckets if b.kind != "all-gather"]
+    gathers = _advance(sim, kept, gathers, curve, knobs.ahead, roof)
+    schedule = Schedule((*gathers, *reductions), kept).ordered()
+    reductions = _delay(sim, schedule, reductions, curve, roof)
     return Schedule((*gathers, *reductions), kept).ordered(), curve
+
+
+def _first_use(bucket: Bucket) -> tuple[int, int, tuple[int, ...]]:
+    return bucket.graph, bucket.wait, bucket.members
 
 
 def gather_buckets(sim: Simulator, kept: frozenset[str], cap: int) -> list[Bucket]:
@@ -148,12 +163,6 @@ def _advance(
     return made
 
 
-def earliest(sim: Simulator, bucket: Bucket) -> int:
-    """The first position at which a gather may be issued."""
-    exist = max(sim.step.gathers[m].ready for m in bucket.members)
-    return max(sim.step.start(bucket.graph), exist)
-
-
 def _grant(
     curve: np.ndarray, sim: Simulator, want: Bucket, have: Bucket, kept: frozenset[str], roof: int
 ) -> int:
@@ -175,16 +184,16 @@ def _delay(
 ) -> list[Bucket]:
     """Await reductions where they are over, so that nothing stands still for them, as far as
     memory allows. Changes `curve`."""
-    latest = [b.at(wait=latest(sim, b)) for b in reductions]
+    late = [b.at(wait=latest(sim, b)) for b in reductions]
     free = Schedule(
-        (*(b for b in schedule.buckets if b.kind == "all-gather"), *latest), schedule.kept
+        (*(b for b in schedule.buckets if b.kind == "all-gather"), *late), schedule.kept
     ).ordered()
     replay = sim.time(free)
-    over = {b.members: end for b, end in zip(free.buckets, replay.ends, strict=True)}
+    over = {(b.kind, b.members): end for b, end in zip(free.buckets, replay.ends, strict=True)}
     reached = sim.reached(replay)
     made = []
-    for bucket, last in zip(reductions, latest, strict=True):
-        position = int(np.searchsorted(reached, over[last.members], "left"))
+    for bucket, last in zip(reductions, late, strict=True):
+        position = int(np.searchsorted(reached, over[last.kind, last.members], "left"))
         want = min(max(position, bucket.wait), last.wait)
         if want > bucket.wait:
             held = sim.held(bucket, schedule.kept)
@@ -211,13 +220,3 @@ def _wait_granted(
         curve[2 * have + 1 : 2 * want] += flight - results
         curve[2 * want] += flight
     return want
-
-
-def ready(sim: Simulator, bucket: Bucket) -> int:
-    """The first position at which all gradients of a reduction exist."""
-    return max(sim.step.reductions[m].ready for m in bucket.members)
-
-
-def latest(sim: Simulator, bucket: Bucket) -> int:
-    """The last position at which a reduction may be awaited."""
-    return min(sim.step.reductions[m].needed for m in bucket.members)

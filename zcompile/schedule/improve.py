@@ -2,7 +2,7 @@
 
     timing      one collective's issue and wait, the rest staying where it is (`_settle`)
     structure   a parameter kept or gathered again, two collectives merged, one cut in two; what
-                then is over the limit is moved out of the way (`_make_room`), then timed anew
+                then is over the limit is moved out of the way (room.py), then timed anew
 
 For steps with few collectives, where the last percents are worth the work: each evaluation replays
 the whole step.
@@ -10,18 +10,32 @@ the whole step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from zcompile.schedule.construct import EQUAL, Found, earliest, latest, ready
+from zcompile.schedule.construct import EQUAL, Found
+from zcompile.schedule.room import (
+    earliest,
+    in_order,
+    latest,
+    make_room,
+    merged,
+    part,
+    ready,
+    spread,
+    toggled,
+    when,
+)
 from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 
 Row = list[Bucket]
 
-# Positions tried for one collective's issue or wait, where the graph has more.
-POSITIONS = 24
+ROUNDS = 64  # moves to make room for one candidate
+# Of the places that a collective would like best, so many are looked at.
+WISHES = 4
 
 
 @dataclass
@@ -41,12 +55,13 @@ class Improver:
         again = True
         while again and self.left > 0:
             again = False
-            for candidate in self._structures(best):
+            for candidate, pinned in self._candidates(best, seconds):
                 if self.left <= 0:
                     break
                 if self.sim.bound(candidate) >= seconds * (1 - EQUAL):
                     continue
-                roomy = self._make_room(candidate)
+                rooms = (self._room(each, pinned) for each in self._bases(candidate, pinned))
+                roomy = next((room for room in rooms if room is not None), None)
                 if roomy is None:
                     continue
                 settled = self._settle(roomy)
@@ -64,135 +79,128 @@ class Improver:
     # Timing
 
     def _settle(self, schedule: Schedule) -> Schedule:
-        """Each collective where it is best for the others' places, until none moves."""
+        """Each collective where it is best for the others' places, until none moves. Of places
+        that are equally good, those of short flights leave memory, those of long ones time, for the
+        next: in turn, as long as that helps."""
+        best, seconds = schedule, self._seconds(schedule)
+        for short in (True, False):
+            best, seconds = self._settled(best, seconds, short)
+        while self.left > 0:
+            again, took = self._settled(best, seconds, True)
+            again, took = self._settled(again, took, False)
+            if took >= seconds * (1 - EQUAL):
+                return again
+            best, seconds = again, took
+        return best
+
+    def _settled(self, schedule: Schedule, seconds: float, short: bool) -> tuple[Schedule, float]:
         kept, row = schedule.kept, list(schedule.buckets)
-        seconds = self._seconds(schedule)
         curve = self.sim.memory(schedule)
         moved = True
         while moved and self.left > 0:
             moved = False
-            for index, bucket in enumerate(row):
+            for bucket in tuple(row):
+                others = [b for b in row if b is not bucket]
                 rest = curve - self.sim.curve(self.sim.held(bucket, kept))
-                best = bucket
-                for other in self._places(bucket, rest, kept):
-                    row[index] = other
-                    took = self._seconds(Schedule(tuple(row), kept).ordered())
-                    faster = took < seconds * (1 - EQUAL)
-                    shorter = took <= seconds and _flight(other) < _flight(best)
-                    if (faster or shorter) and self._fits(other, rest, kept):
-                        best, seconds = other, took
-                row[index] = best
-                if best is not bucket:
+                best, found = bucket, row
+                for place in self._places(bucket, rest, kept):
+                    for tried in _inserted(others, place):
+                        took = self._seconds(Schedule(tuple(tried), kept))
+                        faster = took < seconds * (1 - EQUAL)
+                        gain = (_flight(best) - _flight(place)) * (1 if short else -1)
+                        if not faster and (took > seconds or gain <= 0):
+                            continue
+                        if self._fits(place, rest, kept):
+                            best, found, seconds = place, tried, took
+                if best is not bucket or found is not row:
+                    row = found
                     curve = rest + self.sim.curve(self.sim.held(best, kept))
                     moved = True
-        return Schedule(tuple(row), kept).ordered()
+        return Schedule(tuple(row), kept), seconds
 
-    def _places(self, bucket: Bucket, rest: np.ndarray, kept: frozenset[str]) -> Iterator[Bucket]:
-        """Other places of one collective."""
+    def _places(
+        self, bucket: Bucket, rest: np.ndarray | None, kept: frozenset[str]
+    ) -> Iterator[Bucket]:
+        """Other places of one collective. rest: the memory of all others, for a gather's limit."""
         if bucket.kind == "all-gather":
             first = earliest(self.sim, bucket)
-            alone = self.sim.held(bucket.at(issue=first), kept)
-            need = sum(size for _, size, begin, _ in alone if begin == 2 * first)
-            full = (rest[2 * first : 2 * bucket.wait] > self.roof - need).nonzero()[0]
-            if full.size:
-                first += int(full[-1]) // 2 + 1
-            for issue in _spread(first, bucket.wait, bucket.issue):
-                if issue != bucket.issue:
-                    yield bucket.at(issue=issue)
+            if rest is not None:
+                alone = self.sim.held(bucket.at(issue=first), kept)
+                need = sum(size for _, size, begin, _ in alone if begin == 2 * first)
+                full = (rest[2 * first : 2 * bucket.wait] > self.roof - need).nonzero()[0]
+                first += int(full[-1]) // 2 + 1 if full.size else 0
+            for issue in spread(first, bucket.wait, bucket.issue):
+                yield bucket.at(issue=issue)
             return
         first, last = ready(self.sim, bucket), latest(self.sim, bucket)
-        for issue in _spread(first, last, bucket.issue):
-            for wait in _spread(issue, last, bucket.wait):
-                if (issue, wait) != (bucket.issue, bucket.wait):
-                    yield bucket.at(issue=issue, wait=wait)
+        for issue in spread(first, last, bucket.issue):
+            for wait in spread(issue, last, bucket.wait):
+                yield bucket.at(issue=issue, wait=wait)
 
     def _fits(self, bucket: Bucket, rest: np.ndarray, kept: frozenset[str]) -> bool:
         return int((rest + self.sim.curve(self.sim.held(bucket, kept))).max()) <= self.roof
 
     # Room
 
-    def _make_room(self, schedule: Schedule) -> Schedule | None:
-        """Move collectives away from where memory is over the limit, one after the other; None
-        where that does not get it below."""
-        kept, row = schedule.kept, list(schedule.buckets)
-        curve = self.sim.memory(schedule)
-        while True:
-            slot = int(curve.argmax())
-            if curve[slot] <= self.roof:
-                return Schedule(tuple(row), kept).ordered()
-            best: tuple[int, int, int, Row, np.ndarray] | None = None
-            for index, bucket in enumerate(row):
-                for order, others in enumerate(self._away(bucket, slot)):
-                    change = sum(
-                        (self.sim.curve(self.sim.held(b, kept)) for b in others),
-                        -self.sim.curve(self.sim.held(bucket, kept)),
-                    )
-                    after = curve + change
-                    # The slot itself must gain, or this would not end.
-                    if after[slot] < curve[slot]:
-                        rank = (max(int(after.max()), self.roof), order, index)
-                        if best is None or rank < best[:3]:
-                            best = (*rank, others, after)
-            self.left -= 1
-            if best is None or best[0] > curve[slot] or self.left <= 0:
-                return None
-            row[best[2] : best[2] + 1] = best[3]
-            curve = best[4]
+    def _room(self, schedule: Schedule, pinned: Bucket | None) -> Schedule | None:
+        rounds = min(ROUNDS, self.left)
+        self.left -= 1
+        return make_room(self.sim, schedule, self.roof, rounds, pinned)
 
-    def _away(self, bucket: Bucket, slot: int) -> Iterator[Row]:
-        """Ways in which one collective holds less in a slot."""
-        between, behind = (slot - 1) // 2, slot // 2 + 1
-        if bucket.kind == "all-gather":
-            if 2 * bucket.issue <= slot < 2 * bucket.wait:
-                yield [bucket.at(issue=min(behind, bucket.wait))]
-            if len(bucket.members) > 1 and 2 * bucket.issue <= slot:
-                yield [part(self.sim, bucket, (m,)) for m in bucket.members]
-            return
-        if 2 * ready(self.sim, bucket) > slot:
-            return
-        if 2 * bucket.issue <= slot <= 2 * bucket.wait:
-            if bucket.issue <= between < bucket.wait:
-                yield [bucket.at(wait=between)]
-            if behind <= latest(self.sim, bucket):
-                yield [bucket.at(issue=behind, wait=max(bucket.wait, behind))]
-        if 2 * bucket.wait >= slot:
-            first = ready(self.sim, bucket)
-            if 2 * first < slot:
-                yield [bucket.at(issue=first, wait=first)]
-            if len(bucket.members) > 1:
-                yield [part(self.sim, bucket, (m,)) for m in bucket.members]
+    def _bases(self, schedule: Schedule, pinned: Bucket | None) -> Iterator[Schedule]:
+        """Where to look for room from: as it is, or with nothing in flight while anything runs and
+        reductions as early, or as late, as can be."""
+        yield schedule
+        for place in (ready, latest):
+            row = []
+            for bucket in schedule.buckets:
+                if bucket == pinned:
+                    row.append(bucket)
+                elif bucket.kind == "all-gather":
+                    row.append(bucket.at(issue=bucket.wait))
+                else:
+                    at = place(self.sim, bucket)
+                    row.append(bucket.at(issue=at, wait=at))
+            yield in_order(row, schedule.kept)
 
-    # Structure
+    # Candidates
 
-    def _structures(self, schedule: Schedule) -> Iterator[Schedule]:
-        yield from self._residencies(schedule)
-        yield from self._cuts(schedule)
+    def _candidates(
+        self, schedule: Schedule, seconds: float
+    ) -> Iterator[tuple[Schedule, Bucket | None]]:
+        """Schedules that may be over the limit, and the collective that must then stay."""
+        for candidate in self._residencies(schedule):
+            yield candidate, None
+        for candidate in self._cuts(schedule):
+            yield candidate, None
+        yield from self._wishes(schedule, seconds)
+
+    def _wishes(
+        self, schedule: Schedule, seconds: float
+    ) -> Iterator[tuple[Schedule, Bucket | None]]:
+        """One collective where it would be best if memory were no matter."""
+        for bucket in schedule.buckets:
+            others = [b for b in schedule.buckets if b is not bucket]
+            fastest: dict[float, tuple[Schedule, Bucket]] = {}
+            for place in self._places(bucket, None, schedule.kept):
+                for tried in _inserted(others, place):
+                    moved = Schedule(tuple(tried), schedule.kept)
+                    took = self._seconds(moved)
+                    if took < seconds * (1 - EQUAL):
+                        known = fastest.get(took)
+                        if known is None or _flight(place) < _flight(known[1]):
+                            fastest[took] = (moved, place)
+            for took in sorted(fastest)[:WISHES]:
+                yield fastest[took]
 
     def _residencies(self, schedule: Schedule) -> Iterator[Schedule]:
         names = sorted(self.may_keep)
         for name in names:
-            yield self._toggled(schedule, name)
+            yield toggled(self.sim, schedule, name)
         for name in names:
             for other in names:
                 if name in schedule.kept and other not in schedule.kept:
-                    yield self._toggled(self._toggled(schedule, name), other)
-
-    def _toggled(self, schedule: Schedule, name: str) -> Schedule:
-        sim = self.sim
-        backward = sim.pairs[name][1]
-        if name in schedule.kept:
-            gather = sim.step.gathers[backward]
-            alone = Bucket("all-gather", gather.graph, (backward,), gather.first, gather.first)
-            return Schedule((*schedule.buckets, alone), schedule.kept - {name}).ordered()
-        row = []
-        for bucket in schedule.buckets:
-            if bucket.kind == "all-gather" and backward in bucket.members:
-                left = tuple(m for m in bucket.members if m != backward)
-                if left:
-                    row.append(part(sim, bucket, left))
-            else:
-                row.append(bucket)
-        return Schedule(tuple(row), schedule.kept | {name}).ordered()
+                    yield toggled(self.sim, toggled(self.sim, schedule, name), other)
 
     def _cuts(self, schedule: Schedule) -> Iterator[Schedule]:
         """Merge two of one kind, or cut one in two."""
@@ -202,54 +210,22 @@ class Improver:
                 both = merged(self.sim, a, row[j])
                 if both is not None:
                     rest = tuple(b for k, b in enumerate(row) if k not in (i, j))
-                    yield Schedule((*rest, both), schedule.kept).ordered()
+                    yield in_order((*rest, both), schedule.kept)
             for cut in range(1, len(a.members)):
                 halves = (a.members[:cut], a.members[cut:])
                 parts = tuple(part(self.sim, a, members) for members in halves)
                 rest = tuple(b for k, b in enumerate(row) if k != i)
-                yield Schedule((*rest, *parts), schedule.kept).ordered()
+                yield in_order((*rest, *parts), schedule.kept)
 
 
-def merged(sim: Simulator, a: Bucket, b: Bucket) -> Bucket | None:
-    """Two collectives as one, None where they cannot be."""
-    if a.graph != b.graph or a.kind != b.kind:
-        return None
-    members = (*a.members, *b.members)
-    if a.kind == "all-gather":
-        rows = sim.step.gathers
-        if len({rows[m].dtype for m in members}) > 1:
-            return None
-        wait = min(a.wait, b.wait)
-        both = Bucket(a.kind, a.graph, members, wait, wait)
-        issue = max(earliest(sim, both), min(a.issue, b.issue))
-        return both.at(issue=min(issue, wait)) if earliest(sim, both) <= wait else None
-    if len({sim.step.reductions[m].mergeable for m in members}) > 1:
-        return None
-    both = Bucket(a.kind, a.graph, members, max(a.issue, b.issue), max(a.wait, b.wait))
-    if ready(sim, both) > latest(sim, both):
-        return None
-    last = latest(sim, both)
-    issue = min(both.issue, last)
-    return both.at(issue=issue, wait=max(min(both.wait, last), issue))
-
-
-def part(sim: Simulator, bucket: Bucket, members: Sequence[int]) -> Bucket:
-    """Some of a bucket's members as a collective of their own."""
-    own = replace(bucket, members=tuple(members))
-    if bucket.kind == "all-gather":
-        wait = min(sim.step.gathers[m].first for m in members)
-        return own.at(issue=min(bucket.issue, wait), wait=wait)
-    return own
+def _inserted(row: Row, bucket: Bucket) -> Iterator[Row]:
+    """A row in order of issue with one more: behind those of the same place, and in front."""
+    high = bisect_right(row, when(bucket), key=when)
+    yield [*row[:high], bucket, *row[high:]]
+    low = bisect_left(row, when(bucket), key=when)
+    if low < high:
+        yield [*row[:low], bucket, *row[low:]]
 
 
 def _flight(bucket: Bucket) -> int:
     return bucket.wait - bucket.issue
-
-
-def _spread(first: int, last: int, near: int) -> Sequence[int]:
-    """All positions of a range, or of a long one every so many and those around `near`."""
-    if last - first <= POSITIONS:
-        return range(first, last + 1)
-    around = range(max(near - 2, first), min(near + 2, last) + 1)
-    even = np.linspace(first, last, POSITIONS - len(around)).astype(int).tolist()
-    return sorted({*around, *even})

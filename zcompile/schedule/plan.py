@@ -171,28 +171,11 @@ class Plan:
         version = raw.pop("version", None) if isinstance(raw, dict) else None
         if version != VERSION:
             raise ValueError(f"the plan has schema version {version!r}; this is version {VERSION}")
-        timeline = raw.get("timeline")
-        if timeline is not None:
-            memory = timeline.get("memory") or {"times": (), "values": {}}
-            values = {name: tuple(curve) for name, curve in memory["values"].items()}
-            events = _rows(Event, timeline.get("events", ()), "timeline.events")
-            raw["timeline"] = _row(
-                Timeline,
-                {
-                    **timeline,
-                    "events": events,
-                    "memory": Memory(tuple(memory["times"]), values),
-                },
-                "timeline",
-            )
-        for name, kind in (
-            ("graphs", Graph),
-            ("parameters", Parameter),
-            ("collectives", Collective),
-        ):
-            raw[name] = _rows(kind, raw.get(name, ()), name)
-        for name in ("costs", "notes"):
-            raw[name] = tuple(raw.get(name, ()))
+        if raw.get("timeline") is not None:
+            raw["timeline"] = _timeline(raw["timeline"])
+        for name, kind in _ROWS.items():
+            if name in raw:
+                raw[name] = _rows(kind, raw[name], name)
         return _row(Plan, raw, "plan")
 
 
@@ -201,11 +184,36 @@ def lines(direction: str, rows: Sequence[Collective]) -> list[str]:
     return [f"{direction} graph", *(row.line() for row in rows)]
 
 
+_ROWS = {"graphs": Graph, "parameters": Parameter, "collectives": Collective}
+
+
+def _timeline(raw: Any) -> Timeline:
+    fields = dict(_object(raw, "timeline"))
+    if "events" in fields:
+        fields["events"] = _rows(Event, fields["events"], "timeline.events")
+    if "memory" in fields:
+        memory = _row(Memory, fields["memory"], "timeline.memory")
+        curves = _object(memory.values, "timeline.memory.values")
+        values = {name: tuple(curve) for name, curve in curves.items()}
+        fields["memory"] = Memory(memory.times, values)
+    made: Timeline = _row(Timeline, fields, "timeline")
+    return made
+
+
+def _object(raw: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{where} is no object")
+    return raw
+
+
 def _rows(kind: Any, raw: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(raw, list):
+        raise ValueError(f"{where} is no list")
     return tuple(_row(kind, each, f"{where}[{index}]") for index, each in enumerate(raw))
 
 
-def _row(kind: Any, raw: Mapping[str, Any], where: str) -> Any:
+def _row(kind: Any, raw: Any, where: str) -> Any:
+    raw = _object(raw, where)
     fields = {f.name: f for f in dataclasses.fields(kind)}
     unknown = sorted(set(raw) - set(fields))
     if unknown:

@@ -24,20 +24,21 @@ from zcompile.schedule.construct import (
     Found,
     Knobs,
     construct,
-    earliest,
     gather_buckets,
-    latest,
     lean,
     reduce_buckets,
 )
 from zcompile.schedule.improve import Improver
+from zcompile.schedule.room import earliest, latest
 from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 
-MIB = 2**20
-CAPS = (0, *(MIB << k for k in range(0, 10)))  # bytes a bucket holds; 0: each collective alone
-AHEAD = (0.0, 1.0, 1.5, 2.5, 5.0, 16.0)  # a gather starts so many times its duration before its use
-# Steps of more collectives than this are searched on a coarser grid.
+__all__ = ["EQUAL", "Found", "Knobs", "fixed", "lean", "plan"]
+
+AHEAD = (0.0, 1.0, 1.5, 2.5, 5.0, 16.0)  # see Knobs
+# Steps of more collectives than this are searched on a coarser grid, and buckets that do not fit
+# are not moved out of the way one by one.
 LARGE = 200
+ROUNDS = 24
 # Local search is for small steps: there the last percents are worth their price.
 SEARCH_WORK = 400_000  # evaluations times collectives
 
@@ -61,10 +62,13 @@ def plan(
     roof = limit if limit is not None else 2**62
     keep = keep & frozenset(sim.pairs)
     search = _Search(sim, roof, [])
+    candidates = [name for name in may_keep if name in sim.pairs and name not in keep]
     best = search.knobs(keep, None)
     if best is None:
-        raise _does_not_fit(sim, lean(sim, keep), roof)
-    candidates = [name for name in may_keep if name in sim.pairs and name not in keep]
+        leanest = lean(sim, keep, candidates)
+        best = Found(leanest, sim.replay(leanest), Knobs())
+        if best.replay.peak > roof:
+            raise _does_not_fit(sim, leanest, roof)
     if candidates:
         best = search.spend(best, candidates, keep)
     left = SEARCH_WORK // (len(best.schedule.buckets) + 4)
@@ -119,7 +123,8 @@ class _Search:
         return len(self.sim.step.gathers) + len(self.sim.step.reductions) > LARGE
 
     def attempt(self, kept: frozenset[str], knobs: Knobs) -> Found | None:
-        made = construct(self.sim, kept, knobs, self.roof)
+        rounds = 0 if self.large else ROUNDS
+        made = construct(self.sim, kept, knobs, self.roof, rounds)
         if made is None:
             return None
         schedule, curve = made
@@ -136,15 +141,12 @@ class _Search:
             return None
         if start is None:
             best = self._ahead(best)
-        for name in ("gather", "reduce"):
-            last = -1
-            for cap in CAPS[::3] if self.large else CAPS:
+        for name, rows in (("gather", self.sim.step.gathers), ("reduce", self.sim.step.reductions)):
+            for cap in _caps([r.bytes for r in rows], 4 if self.large else 2):
                 made = self.attempt(kept, replace(best.knobs, **{name: cap}))
                 best = _pick(best, made)
-                count = len(made.schedule.buckets) if made else 0
-                if made is None or (count == last and cap > 64 * MIB):
+                if made is None:
                     break
-                last = count
         return self._ahead(best)
 
     def _ahead(self, best: Found) -> Found:
@@ -192,15 +194,23 @@ class _Search:
                 if found is not None:
                     chosen |= {name}
                     best = _pick(best, found)
-        again = self.knobs(best.schedule.kept, best)
-        assert again is not None
-        return again
+        return self.knobs(best.schedule.kept, best) or best
 
     def _keep(self, kept: frozenset[str], knobs: Knobs) -> Found | None:
         """With the same buckets, or, where they do not fit, each collective alone."""
         found = self.attempt(kept, knobs)
         alone = Knobs(ahead=knobs.ahead)
         return found or (self.attempt(kept, alone) if knobs != alone else None)
+
+
+def _caps(sizes: Sequence[int], factor: int) -> list[int]:
+    """Bytes of buckets, from each collective alone to all in one."""
+    caps, total = [0], sum(sizes)
+    cap = 2 * max(sorted(sizes)[len(sizes) // 2], total // 1024, 1) if sizes else 1
+    while cap < total:
+        caps.append(cap)
+        cap *= factor
+    return [*caps, total]
 
 
 def _pick(a: Found, b: Found | None) -> Found:

@@ -348,9 +348,7 @@ class Simulator:
         keys = self.keys(schedule)
         exposed: dict[str, float] = {}
         for bucket, key, stall in zip(schedule.buckets, keys, replay.stalls, strict=True):
-            graph = self.step.directions[bucket.graph]
-            issue, _, finish = self.price(bucket)
-            exposed[f"{graph}/{key}"] = stall + issue + finish
+            exposed[f"{self.step.directions[bucket.graph]}/{key}"] = stall
         times, memory = self._memory_over_time(schedule, replay)
         position = min(replay.slot // 2, self.end - 1)
         return Timeline(
@@ -375,6 +373,8 @@ class Simulator:
         times = np.empty(slots)
         times[0::2] = reached
         times[1::2] = reached[:-1]
+        for position, before, _ in reversed(replay.stops):
+            times[2 * position] = before
         curves = {name: curve.copy() for name, curve in self.base_by_category.items()}
         held = self.intervals(schedule)
         for name in ("gradients", "gathered", "communication"):
