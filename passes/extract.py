@@ -159,15 +159,20 @@ class _Reader:
         self.ends.append(end)
 
     def _input(self, node: fx.Node, begin: int, end: int, graph: int) -> Any:
+        reads = [u for u in node.users if u.op != "output"]  # forward saves shards for backward
+        shard = bool(reads) and all(
+            u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in reads
+        )
         if node.name in self.passed_on:
             home = self.passed_on[node.name]
-            if isinstance(home, int):
+            if shard and isinstance(home, _Storage):
+                home.bytes = 0  # forward only handed it on, and could not tell
+            elif isinstance(home, int):
                 self.gathers[home]["last"] = begin
             elif not home.held:
                 home.last = 2 * begin  # from here on its readers decide
             return home
-        reads = [u for u in node.users if u.op != "output"]  # forward saves shards for backward
-        if reads and all(u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in reads):
+        if shard:
             return None  # at rest
         # A batch, a buffer: whoever calls holds it. A gradient that backward is given is its own.
         held, slot = graph == 0, 2 * begin

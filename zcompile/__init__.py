@@ -1,6 +1,7 @@
 """zcompile: ZeRO as a compiler. `torch.compile(model, backend="zero", options={"stage": 3})`."""
 
 from zcompile.comm import Traffic, traffic
+from zcompile.dry_run import plan
 from zcompile.errors import (
     BudgetError,
     GraphError,
@@ -26,6 +27,7 @@ __all__ = [
     "ZeroWarning",
     "full_state_dict",
     "load_full_state_dict",
+    "plan",
     "shard",
     "traffic",
 ]

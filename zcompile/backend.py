@@ -26,8 +26,6 @@ from zcompile._torch import (
     compile_fx,
     compile_fx_inner,
     forget_compiled,
-    min_cut_rematerialization_partition,
-    saved_tensors_first,
     shortened,
     without_autograd_cache,
 )
@@ -38,7 +36,7 @@ from zcompile.first_call import FirstCall, watch
 from zcompile.options import Options
 from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter
-from zcompile.passes import Lower, Partition, Place, Release, Residency, verify
+from zcompile.passes import Lower, Partition, Place, Release, verify
 from zcompile.passes.partition import BranchError
 from zcompile.pipeline import Pass, describe, run
 from zcompile.replan import Replan
@@ -145,9 +143,6 @@ class Build:
         done = ("partition", "residency")
         return run(gm, passes, done=done, verify=check, recorder=self.dump)
 
-    def residency(self, keep: frozenset[str] = frozenset()) -> Residency:
-        return Residency(keep_all=self.options.stage < 3, keep=keep)
-
     def setting(self) -> planning.Setting:
         """What the plan depends on besides the graphs."""
         assert self.group is not None
@@ -170,23 +165,17 @@ class Build:
         if self.dump is not None:
             self.dump.prefix = "joint"
         if self.group is None:
-            return self.cut(joint, frozenset(), inputs, kwargs)
-        setting, keep, lean = self.setting(), frozenset[str](), None
-        if setting.free_residency:
-            # Which parameters to keep is decided on the leanest graphs.
-            lean = setting.step(list(zip(STEP, self.cut(copied(joint), keep, inputs, kwargs))))
-            keep = planning.residency(setting, lean)
-        graphs = self.cut(joint, keep, inputs, kwargs)
-        mark = lean.fingerprint if lean is not None else ""
-        planned = planning.plan(setting, list(zip(STEP, graphs)), self.title(), mark)
+            return planning.cut(self.options, joint, frozenset(), inputs, kwargs, self.dump)
+        graphs, planned, lean = planning.cut_and_plan(
+            self.setting(), self.title(), joint, inputs, kwargs, self.dump
+        )
         self.plan = planned.plan
-        self.replan = self.watch(planned, setting, lean)
+        self.replan = self.watch(planned, lean)
         return graphs
 
-    def watch(
-        self, planned: planning.Planned, setting: planning.Setting, lean: Step | None
-    ) -> Replan | None:
+    def watch(self, planned: planning.Planned, lean: Step | None) -> Replan | None:
         """What plans this step again, unless its times are known or its plan is given."""
+        setting = planned.setting
         known = planned.sim.step.fingerprint in setting.measured
         by_hand = setting.given is not None or setting.by_rule
         on_host = all(p.device.type == "cpu" for p in self.params)
@@ -197,15 +186,7 @@ class Build:
             return None
         forget = partial(forget_compiled, code)
         after, gain = self.options.replan_after, self.options.replan_gain
-        return Replan(self.group, planned, setting, lean, after, gain, self.dump, forget)
-
-    def cut(
-        self, joint: fx.GraphModule, keep: frozenset[str], inputs: Sequence[Any], kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint = self.run(joint, [self.residency(keep)])
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
-        return forward, backward
+        return Replan(self.group, planned, lean, after, gain, self.dump, forget)
 
     def title(self) -> str:
         return self.dump.folder.name if self.dump else "graph"
@@ -276,7 +257,7 @@ class Partitioner(CustomPartitionerFn):
         return self
 
     def uuid(self) -> str:
-        return f"zcompile {self.build.residency()!r}"
+        return f"zcompile stage {self.build.options.stage}"  # the rest is in the lowered graph
 
 
 class Guarded:
@@ -291,7 +272,7 @@ class Guarded:
         replan: Replan | None = None,
     ) -> None:
         self.run_graph, self.direction, self.rows = run_graph, direction, rows
-        self.replan = replan if direction in STEP else None
+        self.replan = replan if direction in planning.STEP else None
         # On the instance: AOTAutograd wraps callables with functools.wraps, which copies that.
         self._boxed_call = True
         collectives = rows if group is not None and group.world > 1 else ()
@@ -319,20 +300,7 @@ class Guarded:
         return getattr(self.run_graph, name)
 
 
-STEP = ("forward", "backward")
-
 _COUNTED = {"all-gather": "gather", "reduce-scatter": "reduce", "all-reduce": "all_reduce"}
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in other nodes, whose tags are its own."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    for new, old in zip(graph.nodes, gm.graph.nodes, strict=True):
-        new.meta = dict(old.meta)
-    made = fx.GraphModule(gm, graph)
-    made.meta = dict(gm.meta)
-    return made
 
 
 def _direction(kwargs: Mapping[str, Any]) -> str:

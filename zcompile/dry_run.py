@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zcompile import comm
+from zcompile import comm, machine, planning
 from zcompile._torch import (
     CustomPartitionerFn,
     FakeTensorMode,
@@ -36,17 +37,99 @@ from zcompile._torch import (
     unset_fake_temporarily,
     without_autograd_cache,
 )
-from zcompile.errors import ZeroError
+from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
 from zcompile.parameter import ParamSpec, unsharded
 from zcompile.passes import Partition, Residency, verify
 from zcompile.passes.partition import is_read
 from zcompile.pipeline import run
+from zcompile.schedule.plan import Plan
+from zcompile.schedule.simulate import AtRest
 from zcompile.sharding import cast_inputs, give_readers, spec_of
 
 RANK = 0  # its shards are the largest
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule | None]
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    world_size: int,
+    device: str = "h100",
+    options: Mapping[str, Any] | Options | None = None,
+    optimizer_bytes: int = 8,
+) -> Plan:
+    """The plan of a training step in a world that does not exist, from one process.
+
+    Every pass that a run would go through runs, on tensors without values: nothing of the model's
+    size is allocated, and the model is left as it was. The plan is what a run of `world_size` ranks
+    of `device` would begin with, before it has measured anything.
+
+    Args:
+        model: on any device; `meta` for one that fits nowhere.
+        example_inputs, example_kwargs: what the model is called with; only shapes matter.
+        device: "cpu", "v100", "a100", "h100", "h200", "mi300x": published figures of the device and
+            of the links in its usual machine.
+        options: as of torch.compile. memory_budget: a share is of the device's memory.
+        optimizer_bytes: state per element of a parameter; 8: two fp32 values, as Adam keeps.
+
+    Raises:
+        ZeroError: the model cannot be traced without values.
+        BudgetError: no schedule fits options["memory_budget"].
+        OptionError: an unknown device or option.
+    """
+    chosen = Options.parse(options)
+    costs = machine.published_costs(device, world_size)
+    gpu = costs.device.name != "cpu"
+    group = paper_group(world_size, native=gpu)
+    known = machine.Machine(costs, costs.device.memory, costs.device.memory)
+    setting = planning.Setting(
+        options=chosen,
+        world=world_size,
+        native=gpu if chosen.primitive == "auto" else chosen.primitive == "native",
+        costs=costs,
+        at_rest=_at_rest(model, chosen, group, optimizer_bytes),
+        budget=machine.budget(known, chosen.memory_budget),
+        free=costs.device.memory,
+        given=planning.load(chosen.plan),
+    )
+    made: list[Plan] = []
+    name = type(model).__name__
+
+    def cut(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        graphs, planned, _ = planning.cut_and_plan(setting, name, joint, inputs, kwargs)
+        made.append(planned.plan)
+        return graphs
+
+    parts = trace(
+        model, example_inputs, example_kwargs, world_size=world_size, options=chosen, gpu=gpu,
+        partition=cut,
+    )  # fmt: skip
+    for forward, backward in parts:
+        if backward is None:
+            made.append(planning.plan(setting, [("inference", forward)], name).plan)
+    if len(made) > 1:
+        warnings.warn(
+            f"the model is traced as {len(made)} graphs, each planned by itself; this is the plan "
+            "of the one with most collectives. torch._dynamo.explain(model) says where it breaks",
+            ZeroWarning,
+            stacklevel=2,
+        )
+    return max(made, key=lambda plan: len(plan.collectives))
+
+
+def _at_rest(model: nn.Module, options: Options, group: comm.Group, optimizer_bytes: int) -> AtRest:
+    shards = state = 0
+    for name, param in model.named_parameters():
+        spec = spec_of(name, param, options, group.name)
+        elements = -(-param.numel() // group.world) if spec.sharded else param.numel()
+        shards += elements * param.element_size()
+        state += elements * optimizer_bytes if param.requires_grad else 0
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    return AtRest(shards, state, buffers)
 
 
 def trace(

@@ -11,12 +11,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
+from zcompile._torch import min_cut_rematerialization_partition, saved_tensors_first
 from zcompile.errors import OptionError, ZeroWarning
 from zcompile.options import MIB, Options
+from zcompile.passes import Residency, verify
 from zcompile.passes.extract import extract
+from zcompile.pipeline import Recorder, run
 from zcompile.schedule import planner
 from zcompile.schedule.costs import Costs, ScaledLink
 from zcompile.schedule.describe import from_plan, to_plan
@@ -32,6 +36,7 @@ Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of
 ALLOWANCE = 0.1
 THRIFT = 0.01
 
+STEP = ("forward", "backward")
 FACTORS = (0.1, 100.0)  # a link that differs from its figures by more is not worth believing
 LINK = "link"  # among measured times: how many times as long transfers took as the link's figures
 
@@ -82,11 +87,60 @@ class Setting:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and the simulator that it was made with."""
+    """A plan and what it was made with."""
 
     plan: Plan
+    setting: Setting
     sim: Simulator
     found: Found
+
+
+def cut_and_plan(
+    setting: Setting,
+    name: str,
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    recorder: Recorder | None = None,
+) -> tuple[tuple[fx.GraphModule, fx.GraphModule], Planned, Step | None]:
+    """A joint graph as forward and backward, the plan of both, and, where the planner chose what
+    to keep, the leanest form that it chose on. kwargs: for the partitioner."""
+    keep, lean = frozenset[str](), None
+    if setting.free_residency:
+        graphs = cut(setting.options, copied(joint), keep, inputs, kwargs, recorder)
+        lean = setting.step(list(zip(STEP, graphs)))
+        keep = residency(setting, lean)
+    graphs = cut(setting.options, joint, keep, inputs, kwargs, recorder)
+    mark = lean.fingerprint if lean is not None else ""
+    return graphs, plan(setting, list(zip(STEP, graphs)), name, mark), lean
+
+
+def cut(
+    options: Options,
+    joint: fx.GraphModule,
+    keep: frozenset[str],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    recorder: Recorder | None = None,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph, with these parameters kept between them."""
+    tags = Residency(keep_all=options.stage < 3, keep=keep)
+    check = verify if options.verify else None
+    joint = run(joint, [tags], done=("partition",), verify=check, recorder=recorder)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
+    return forward, backward
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in other nodes, whose tags are its own."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for new, old in zip(graph.nodes, gm.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    return made
 
 
 def residency(setting: Setting, step: Step) -> frozenset[str]:
@@ -160,7 +214,7 @@ def plan(setting: Setting, graphs: Graphs, name: str, fingerprint: str = "") -> 
         free_residency=setting.free_residency,
         notes=notes,
     )
-    return Planned(made, sim, found)
+    return Planned(made, setting, sim, found)
 
 
 def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> Found:

@@ -29,7 +29,6 @@ class Replan:
 
     group: comm.Group
     planned: planning.Planned
-    setting: planning.Setting
     lean: Step | None
     after: int
     gain: float
@@ -60,14 +59,16 @@ class Replan:
         measured = operations(sim, found.schedule, runs)
         took = sum(run.seconds for run in runs.values())
         mark = sim.step.fingerprint
-        setting = replace(self.setting, measured={mark: measured})
+        setting = replace(self.planned.setting, measured={mark: measured})
         measured[planning.LINK] = planning.fit(setting, sim.step, found.schedule, took)
         machine.remember(self.group, mark, measured)
         now = setting.simulator(sim.step).time(found.schedule).seconds
         then = planning.again(setting, sim.step, self.lean)
         gain = 1.0 - then / now
+        before = self.planned.plan.timeline
+        assert before is not None
         text = (
-            f"measured {took * 1e3:.2f} ms a step, {self.planned.plan.timeline.seconds * 1e3:.2f} "
+            f"measured {took * 1e3:.2f} ms a step, {before.seconds * 1e3:.2f} "
             f"had been predicted; planned again with the measured times: {then * 1e3:.2f} ms in "
             f"place of {now * 1e3:.2f}, a gain of {gain:.1%}"
         )

@@ -157,6 +157,16 @@ def test_shards_and_gathered_parameters_are_not_in_the_curve():
     assert live(g.out(g.call(aten.add.Tensor, x, turned))) == [16, 16, 16, 32, 32]
 
 
+def test_a_shard_that_forward_only_hands_on_is_at_rest():
+    g = Graph()
+    x, w = g.input("x", 4), g.shard("w", 4)
+    forward = g.out(g.neg(x), w)
+    h = Graph()
+    t, shard = h.input("tangent", 4), h.shard("w", 4)
+    backward = h.out(h.call(aten.mul.Tensor, t, h.unshard(shard, 4)))
+    assert live(forward, backward) == [16, 32, 48, 64, 48]
+
+
 def test_means_are_not_in_the_curve_and_a_gradient_ends_with_its_making():
     g = Graph()
     x = g.input("x", 4)
@@ -267,7 +277,7 @@ def build(program, names):
     ops, leaving, _ = program
     g = Graph()
     values = [g.input(name, 4, 4) for name in names]
-    shards = [g.shard(f"w{i}", 4, 4) for i in range(len(ops))]
+    shards = {i: g.shard(f"w{i}", 4, 4) for i, (kind, *_) in enumerate(ops) if kind == "unshard"}
     means = []
     for index, (kind, a, b) in enumerate(ops):
         a, b = values[a % len(values)], values[b % len(values)]
@@ -325,7 +335,7 @@ class Count:
                     env[node] = given[node.name]
                 else:
                     env[node] = torch.zeros(node.meta["val"].shape)
-                    if node.name.startswith("w") or not node.users:
+                    if node.name.startswith("w"):
                         outside |= self.keys(env[node])
                 for key in self.keys(env[node]) - outside:
                     self.born.setdefault(key, begin)
