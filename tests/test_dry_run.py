@@ -16,7 +16,7 @@ from zcompile import dry_run
 from zcompile._torch import FakeStore, min_cut_rematerialization_partition
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.dry_run import Capture, trace
-from zcompile.errors import ZeroError
+from zcompile.errors import BudgetError, ZeroError
 from zcompile.options import Options
 
 WORLD = 4
@@ -187,8 +187,10 @@ def test_the_model_is_left_as_it_was(device):
     with torch.device(device):
         model = Language()
     before, values = everything(model), copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
     trace(model, [TOKENS], world_size=WORLD, options=EVERY)
     assert not dist.is_initialized()
+    assert torch.equal(torch.get_rng_state(), random)
     after = everything(model)
     assert {n: (k, d) for n, (k, d, _) in before.items()} == {
         n: (k, d) for n, (k, d, _) in after.items()
@@ -355,6 +357,29 @@ class Uncopied(nn.Linear):
 def test_refused_with_a_remedy(make, world, text):
     with pytest.raises(ZeroError, match=text):
         trace(make(), [torch.zeros(2, 4)], world_size=world, options=EVERY)
+
+
+@pytest.mark.parametrize("engine", ["eager", "inductor"])
+def test_what_a_partition_refuses_is_said_as_it_is(engine):
+    def partition(joint, inputs, **kwargs):
+        raise BudgetError("too large")
+
+    options = {**EVERY, "engine": engine}
+    with pytest.raises(BudgetError, match="^too large$"):
+        trace(
+            nn.Linear(4, 4), [torch.zeros(2, 4)], world_size=2, options=options, partition=partition
+        )
+
+
+def test_a_write_into_a_parameter_is_refused():
+    class Writes(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x)
+
+    with pytest.raises(zcompile.GraphError, match="writes into parameter 'weight' in place"):
+        trace(Writes(4, 4), [torch.zeros(2, 4)], world_size=2, options=EVERY)
 
 
 def test_the_group_stays_for_what_runs_on_the_graphs():

@@ -39,21 +39,28 @@ def calls_per_step(rank, world, engine):
     return steps
 
 
+def _fixed(seen):
+    """Without what depends on which rank comes first."""
+    return {name: calls for name, calls in seen.items() if name != "shared.py"}
+
+
 def test_a_step_does_no_graph_work_and_little_python(ranks):
     for steps in ranks(calls_per_step, "eager"):
         assert steps[0][1] == 1, "one compilation, on the first call"
         for seen, compiled in steps[1:]:
             assert compiled == 0
-            assert seen == steps[1][0], "the same work in every step"
+            assert _fixed(seen) == _fixed(steps[1][0]), "the same work in every step"
         seen = steps[-1][0]
         # Each layer is gathered twice and reduced once; each of those is a start and a wait.
         collectives = 3 * LAYERS
         assert set(seen) <= {
             "backend.py", "control.py", "dialect.py", "comm.py", "layout.py", "buffers.py",
-            "collectives.py", "parameter.py",
+            "collectives.py", "parameter.py", "shared.py",
         }  # fmt: skip
         assert seen["backend.py"] <= 3 and seen["control.py"] <= 6, "a few a graph"
         assert seen["dialect.py"] <= 3 * collectives
         assert seen["comm.py"] <= 20 * collectives
+        # Announcing, reading and acknowledging, with one peer.
+        assert seen["shared.py"] <= 50 * collectives
         # Wrapping gradients as DTensors; not a gather, which would be a graph break.
         assert seen.get("parameter.py", 0) <= 4 * LAYERS

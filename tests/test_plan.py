@@ -380,6 +380,15 @@ def test_what_the_planner_finds_comes_back_too():
         assert sim.replay(again) == found.replay
 
 
+def test_a_parameter_that_is_gathered_twice_keeps_its_order_of_use():
+    g = Graph()
+    w = g.shard("w", 4)
+    gm = g.out(g.neg(g.unshard(w, 4)), g.call(aten.exp.default, g.unshard(w, 4)))
+    sim = simulator(gm, 2)
+    found = planner.fixed(sim, frozenset(), ONE, 0)
+    assert from_plan(sim, to_plan(sim, found, name="000")) == found.schedule
+
+
 def edited(change):
     """The schedule of a plan in which `change` replaced rows; rows by kind and number."""
     sim = simulator(mixed(), 3)

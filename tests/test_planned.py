@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import check, options
+from parity import check, options, sgd
 from torch import nn
 
 import zcompile
@@ -38,11 +38,14 @@ def run(rank, world, opts, steps=3):
     """-> bytes gathered in the last step."""
     check(rank, world, model, loss, opts, steps=steps)
     torch.manual_seed(0)
-    compiled = torch.compile(model(), backend="zero", options=opts)
+    made = model()
+    optimizer = sgd(made.parameters())  # its state counts against the budget
+    compiled = torch.compile(made, backend="zero", options=opts)
     for seed in range(2):
         before = zcompile.traffic()
         loss(compiled, seed).backward()
         sent = zcompile.traffic() - before
+    optimizer.zero_grad()
     return sent.gather_bytes
 
 
@@ -83,9 +86,8 @@ def test_a_budget_is_spent_on_kept_parameters(ranks, tmp_path, world):
         # Averages are rounded down, one a parameter and gather.
         assert 0 <= sum(sent) - world * plan.sent("all-gather") <= world * 24
         gathered.append(sum(sent))
-    everything = 6 * (WIDTH + 1) * WIDTH * 4 * (world - 1)
-    assert gathered[0] == 2 * everything
-    assert gathered[0] > gathered[1] > gathered[2] == everything
+    once = 6 * (WIDTH + 1) * WIDTH * 4 * (world - 1)
+    assert gathered[0] > gathered[1] > gathered[2] == once
 
 
 def refused(rank, world):
@@ -210,7 +212,7 @@ def replanned(rank, world, opts, steps):
 def test_the_step_is_planned_again_from_measured_times(ranks, tmp_path, world, engine):
     folder = str(tmp_path)
     # Whatever the gain: the new plan is compiled, and training goes on as if nothing had happened.
-    opts = planned(replan_gain=0.0, replan_after=2, dump=folder, engine=engine)
+    opts = planned(replan_gain=-1.0, replan_after=2, dump=folder, engine=engine)
     answers = ranks(replanned, opts, 6, world=world, timeout=300)
     assert all(len(said) == 1 and "compiled at the next call" in said[0] for said in answers)
     assert len(set(map(str, answers))) == 1, "the ranks came to different plans"

@@ -195,6 +195,9 @@ def test_a_backends_own_collectives_have_flat_buffers():
     assert memory(sim, pull(0, 0, 0)) == [8 + 4, 8, 8, 8, 0]
     # Merged: 12 B flat and 6 B of this rank until both are cut out of it.
     assert memory(sim, pull((0, 1), 0, 0)) == [12 + 6 + 12, 12, 8, 8, 0]
+    rows = [gather("a", 1, 1, size=8), gather("b", 1, 1, size=4)]
+    early = simulator([1, 1], rows, native=True)
+    assert memory(early, pull((0, 1), 0, 1)) == [18, 18, 18 + 12, 12, 0]
     sim = simulator([1], [], [reduction("a", 0, 1, size=8)], native=True)
     assert memory(sim, push(0, 0, 0)) == [8 + 8 + 4 + 4, 4, 4]
 

@@ -11,13 +11,13 @@ from zcompile.schedule.simulate import AtRest, Schedule
 @st.composite
 def cases(draw):
     """A simulator and a schedule that could be placed, with buckets issued anywhere it may be."""
-    split, count = sorted(draw(st.tuples(st.integers(0, 6), st.integers(1, 6))))
+    split, count = sorted(draw(st.tuples(st.integers(0, 6), st.integers(2, 6))))
     ends = (split, count) if 0 < split < count else (count,)
     seconds = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     size = st.sampled_from([2, 4, 10, 12])
     gathers, reductions = [], []
     for graph, (begin, end) in enumerate(zip((0, *ends), ends)):
-        for name in draw(st.sets(st.sampled_from("abc"))):
+        for name in draw(st.sets(st.sampled_from("abc"), min_size=1)):
             first = draw(st.integers(begin, end - 1))
             last = draw(st.integers(first, end))
             ready = draw(st.integers(begin, first))
@@ -71,7 +71,7 @@ def packs(draw, members, kind):
     """Cut into buckets of one kind each."""
     made = {}
     for member in members:
-        made.setdefault((kind(member), draw(st.integers(0, 1))), []).append(member)
+        made.setdefault((kind(member), draw(st.sampled_from([0, 0, 0, 1]))), []).append(member)
     return [tuple(pack) for pack in made.values()]
 
 

@@ -21,6 +21,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -76,6 +77,7 @@ __all__ = [
     "shortened",
     "unset_fake_temporarily",
     "without_autograd_cache",
+    "without_garbage_collection",
 ]
 
 _COMPILES_IN = "torch._dynamo.convert_frame"
@@ -102,6 +104,20 @@ def without_autograd_cache() -> Iterator[None]:
     """
     with functorch_config.patch(enable_autograd_cache=False):
         yield
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """For tracing a large model: it makes millions of objects that stay, and the collector would
+    walk them over and over, for a third of the time. Dynamo collects by itself too."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch._dynamo.config.patch(run_gc_after_compile=False):
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def enclosing_fake_mode(*values: Any) -> FakeTensorMode:

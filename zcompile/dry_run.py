@@ -12,11 +12,9 @@ ends the process that makes one.)
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +34,7 @@ from zcompile._torch import (
     saved_tensors_first,
     unset_fake_temporarily,
     without_autograd_cache,
+    without_garbage_collection,
 )
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
@@ -159,11 +158,11 @@ def trace(
         ZeroError: the model cannot be copied, or cannot be traced without values.
     """
     chosen = Options.parse(options)
-    group = paper_group(world_size)
+    group = paper_group(world_size, native=gpu)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = getattr(model, "_orig_mod", model)
     capture = Capture(chosen, gpu, partition)
-    with _no_collection(), mode, torch.enable_grad():
+    with without_garbage_collection(), mode, torch.enable_grad():
         on_paper = _copy(root, chosen, group)
         args, kwargs = tree_map(_fake, (tuple(example_inputs), dict(example_kwargs or {})))
         step = torch.compile(
@@ -175,6 +174,9 @@ def trace(
         try:
             step()
         except Exception as error:
+            inner = getattr(error, "inner_exception", None)  # what a backend raised
+            if isinstance(inner, ZeroError):
+                raise inner from None
             raise ZeroError(
                 f"the model cannot be traced without values: {type(error).__name__}: {error}. A "
                 "branch on a tensor's value, .item() and print need one; shard and run it instead"
@@ -368,16 +370,3 @@ def _own_code(function: Callable[[], Any]) -> Callable[[], Any]:
     assert isinstance(function, FunctionType)
     function.__code__ = function.__code__.replace()
     return function
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Tracing makes millions of objects that stay; the collector walks them all over and over, for
-    a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -105,8 +105,9 @@ class Options(BaseModel):
     )
     replan_gain: float = Field(
         0.03,
-        ge=0,
-        description="A new plan is compiled where it is predicted to be this much faster.",
+        ge=-1,
+        description="A new plan is compiled where it is predicted to take this share less time; "
+        "-1: always.",
     )
     calibrate: bool = Field(
         True,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zcompile import comm
+from zcompile import comm, shared
 from zcompile.control import Control, fingerprint
 from zcompile.errors import ZeroError
 from zcompile.options import Options
@@ -44,9 +45,11 @@ def join(options: Options, device: torch.device) -> World:
             f"primitive 'p2p' needs the gloo backend, this mesh uses {backend}; use 'auto'"
         )
     members = tuple(mesh.mesh.flatten().tolist())
-    key = (dist.group.WORLD, mesh.device_type, members, native, options.check)
+    near = options.primitive == "auto" and backend == "gloo" and mesh.device_type == "cpu"
+    key = (dist.group.WORLD, mesh.device_type, members, native, near, options.check)
     if key not in _worlds:
-        _worlds[key] = World(mesh, _group(f"zero{len(_worlds)}", members, native, backend, options))
+        name = f"zero{len(_worlds)}"
+        _worlds[key] = World(mesh, _group(name, members, native, near, backend, options))
     return _worlds[key]
 
 
@@ -78,8 +81,9 @@ def _check(mesh: DeviceMesh) -> None:
 
 
 def _group(
-    name: str, members: tuple[int, ...], native: bool, backend: str, options: Options
+    name: str, members: tuple[int, ...], native: bool, near: bool, backend: str, options: Options
 ) -> comm.Group:
+    """near: ranks of one host read each other's memory, where they may."""
     rank = members.index(dist.get_rank())
     if len(members) == 1 or backend == "fake":
         pg_name = dist.group.WORLD.group_name if native else ""
@@ -91,7 +95,16 @@ def _group(
     control = Control(name, members, rank, options.check_timeout) if options.check else None
     if control is not None:
         control.guard(pg)
-    return comm.register(comm.Group(name, rank, len(members), pg, native, control, pg.group_name))
+    link = shared.connect(rank, lambda value: _everyone(value, pg), control)[0] if near else None
+    return comm.register(
+        comm.Group(name, rank, len(members), pg, native, control, pg.group_name, link)
+    )
+
+
+def _everyone(value: Any, pg: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * pg.size()
+    dist.all_gather_object(values, value, group=pg)
+    return values
 
 
 def agree(mesh: DeviceMesh, line: str) -> None:

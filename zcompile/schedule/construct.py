@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zcompile.schedule.room import earliest, latest, lower, make_room
+from zcompile.schedule.room import Effort, earliest, latest, lower, make_room
 from zcompile.schedule.simulate import Bucket, Replay, Schedule, Simulator
 
 # Times that differ by less are equal, and the schedule of less memory wins.
@@ -57,16 +57,16 @@ def lean(
 
 
 def construct(
-    sim: Simulator, kept: frozenset[str], knobs: Knobs, roof: int, rounds: int
+    sim: Simulator, kept: frozenset[str], knobs: Knobs, roof: int, effort: int
 ) -> tuple[Schedule, np.ndarray] | None:
     """A schedule and its memory; None where buckets of this size do not fit even with nothing
-    ahead. rounds: moves of single buckets that may be made for them to fit."""
+    ahead. effort: memory curves that may be computed to make them fit."""
     gathers = gather_buckets(sim, kept, knobs.gather)
     reductions = reduce_buckets(sim, knobs.reduce)
     schedule = Schedule((*gathers, *reductions), kept).ordered()
     curve = sim.memory(schedule)
     if int(curve.max()) > roof:
-        roomy = make_room(sim, schedule, roof, rounds)
+        roomy = make_room(sim, schedule, roof, Effort(effort))
         if roomy is None:
             return None
         schedule, curve = roomy, sim.memory(roomy)

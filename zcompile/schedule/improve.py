@@ -10,14 +10,17 @@ the whole step.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from zcompile.schedule.construct import EQUAL, Found
 from zcompile.schedule.room import (
+    POSITIONS,
+    Effort,
     earliest,
     in_order,
     latest,
@@ -33,34 +36,41 @@ from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 
 Row = list[Bucket]
 
-ROUNDS = 64  # moves to make room for one candidate
+NEAR = 24  # collectives that are merged stand no further apart in the order of issue
 # Of the places that a collective would like best, so many are looked at.
 WISHES = 4
 
 
 @dataclass
 class Improver:
-    """may_keep: parameters whose residency is free; roof: bytes of the peak; left: evaluations
-    (replays of the step) that may still be made."""
+    """may_keep: parameters whose residency is free; roof: bytes of the peak."""
 
     sim: Simulator
     may_keep: frozenset[str]
     roof: int
-    left: int
+    effort: Effort
+    positions: int = POSITIONS  # looked at for one issue or wait
 
     def improve(self, found: Found) -> Found:
         """A schedule that is no worse; of the same knobs."""
+        # A reduction has two positions to choose. Looking at all collectives once leaves effort.
+        most = math.isqrt(self.effort.left // (2 * len(found.schedule.buckets) + 1))
+        self.positions = min(max(most, 4), POSITIONS)
         best = self._settle(found.schedule)
         seconds = self._seconds(best)
         again = True
-        while again and self.left > 0:
+        while again and self.effort.left > 0:
             again = False
             for candidate, pinned in self._candidates(best, seconds):
-                if self.left <= 0:
+                if self.effort.left <= 0:
                     break
+                self.effort.left -= 1
                 if self.sim.bound(candidate) >= seconds * (1 - EQUAL):
                     continue
-                rooms = (self._room(each, pinned) for each in self._bases(candidate, pinned))
+                rooms = (
+                    make_room(self.sim, base, self.roof, self.effort, pinned)
+                    for base in self._bases(candidate, pinned)
+                )
                 roomy = next((room for room in rooms if room is not None), None)
                 if roomy is None:
                     continue
@@ -73,8 +83,8 @@ class Improver:
         return made if made.better(found) else found
 
     def _seconds(self, schedule: Schedule) -> float:
-        self.left -= 1
-        return self.sim.time(schedule).seconds
+        self.effort.left -= 1
+        return self.sim.seconds(schedule.buckets)
 
     # Timing
 
@@ -85,7 +95,7 @@ class Improver:
         best, seconds = schedule, self._seconds(schedule)
         for short in (True, False):
             best, seconds = self._settled(best, seconds, short)
-        while self.left > 0:
+        while self.effort.left > 0:
             again, took = self._settled(best, seconds, True)
             again, took = self._settled(again, took, False)
             if took >= seconds * (1 - EQUAL):
@@ -97,7 +107,7 @@ class Improver:
         kept, row = schedule.kept, list(schedule.buckets)
         curve = self.sim.memory(schedule)
         moved = True
-        while moved and self.left > 0:
+        while moved and self.effort.left > 0:
             moved = False
             for bucket in tuple(row):
                 others = [b for b in row if b is not bucket]
@@ -129,23 +139,20 @@ class Improver:
                 need = sum(size for _, size, begin, _ in alone if begin == 2 * first)
                 full = (rest[2 * first : 2 * bucket.wait] > self.roof - need).nonzero()[0]
                 first += int(full[-1]) // 2 + 1 if full.size else 0
-            for issue in spread(first, bucket.wait, bucket.issue):
+            for issue in spread(first, bucket.wait, bucket.issue, self.positions):
                 yield bucket.at(issue=issue)
             return
         first, last = ready(self.sim, bucket), latest(self.sim, bucket)
-        for issue in spread(first, last, bucket.issue):
-            for wait in spread(issue, last, bucket.wait):
+        for issue in spread(first, last, bucket.issue, self.positions):
+            for wait in sorted({issue, max(issue, bucket.wait), last}):
                 yield bucket.at(issue=issue, wait=wait)
+        for wait in spread(bucket.issue, last, bucket.wait, self.positions):
+            yield bucket.at(wait=wait)
 
     def _fits(self, bucket: Bucket, rest: np.ndarray, kept: frozenset[str]) -> bool:
         return int((rest + self.sim.curve(self.sim.held(bucket, kept))).max()) <= self.roof
 
     # Room
-
-    def _room(self, schedule: Schedule, pinned: Bucket | None) -> Schedule | None:
-        rounds = min(ROUNDS, self.left)
-        self.left -= 1
-        return make_room(self.sim, schedule, self.roof, rounds, pinned)
 
     def _bases(self, schedule: Schedule, pinned: Bucket | None) -> Iterator[Schedule]:
         """Where to look for room from: as it is, or with nothing in flight while anything runs and
@@ -203,19 +210,30 @@ class Improver:
                     yield toggled(self.sim, toggled(self.sim, schedule, name), other)
 
     def _cuts(self, schedule: Schedule) -> Iterator[Schedule]:
-        """Merge two of one kind, or cut one in two."""
+        """Two collectives of one kind merged, one cut in two, a member moved to another."""
         row = schedule.buckets
         for i, a in enumerate(row):
-            for j in range(i + 1, len(row)):
-                both = merged(self.sim, a, row[j])
+            near = [j for j in range(max(i - NEAR, 0), min(i + NEAR, len(row))) if j != i]
+            for j in near:
+                both = merged(self.sim, a, row[j]) if j > i else None
                 if both is not None:
-                    rest = tuple(b for k, b in enumerate(row) if k not in (i, j))
-                    yield in_order((*rest, both), schedule.kept)
+                    yield _changed(schedule, (i, j), (both,))
             for cut in range(1, len(a.members)):
                 halves = (a.members[:cut], a.members[cut:])
-                parts = tuple(part(self.sim, a, members) for members in halves)
-                rest = tuple(b for k, b in enumerate(row) if k != i)
-                yield in_order((*rest, *parts), schedule.kept)
+                yield _changed(schedule, (i,), [part(self.sim, a, half) for half in halves])
+            for m in a.members if len(a.members) > 1 else ():
+                rest = part(self.sim, a, [n for n in a.members if n != m])
+                alone = part(self.sim, a, [m])
+                yield _changed(schedule, (i,), (rest, alone))
+                for j in near:
+                    other = merged(self.sim, row[j], alone)
+                    if other is not None:
+                        yield _changed(schedule, (i, j), (rest, other))
+
+
+def _changed(schedule: Schedule, without: Collection[int], new: Iterable[Bucket]) -> Schedule:
+    left = [b for k, b in enumerate(schedule.buckets) if k not in without]
+    return in_order([*left, *new], schedule.kept)
 
 
 def _inserted(row: Row, bucket: Bucket) -> Iterator[Row]:

@@ -29,7 +29,7 @@ from zcompile.schedule.construct import (
     reduce_buckets,
 )
 from zcompile.schedule.improve import Improver
-from zcompile.schedule.room import earliest, latest
+from zcompile.schedule.room import Effort, earliest, latest
 from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 
 __all__ = ["EQUAL", "Found", "Knobs", "fixed", "lean", "plan"]
@@ -38,7 +38,7 @@ AHEAD = (0.0, 1.0, 1.5, 2.5, 5.0, 16.0)  # see Knobs
 # Steps of more collectives than this are searched on a coarser grid, and buckets that do not fit
 # are not moved out of the way one by one.
 LARGE = 200
-ROUNDS = 24
+ROOM_EFFORT = 2000  # memory curves
 # Local search is for small steps: there the last percents are worth their price.
 SEARCH_WORK = 400_000  # evaluations times collectives
 
@@ -71,9 +71,10 @@ def plan(
             raise _does_not_fit(sim, leanest, roof)
     if candidates:
         best = search.spend(best, candidates, keep)
-    left = SEARCH_WORK // (len(best.schedule.buckets) + 4)
-    if left >= 20 * len(best.schedule.buckets):
-        best = Improver(sim, frozenset(candidates), roof, left).improve(best)
+    count = len(best.schedule.buckets) + 8
+    if count <= LARGE:
+        effort = Effort(SEARCH_WORK // count)
+        best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
     return min([best, *near], key=lambda f: (f.replay.peak, f.replay.seconds))
 
@@ -123,8 +124,8 @@ class _Search:
         return len(self.sim.step.gathers) + len(self.sim.step.reductions) > LARGE
 
     def attempt(self, kept: frozenset[str], knobs: Knobs) -> Found | None:
-        rounds = 0 if self.large else ROUNDS
-        made = construct(self.sim, kept, knobs, self.roof, rounds)
+        effort = 0 if self.large else ROOM_EFFORT
+        made = construct(self.sim, kept, knobs, self.roof, effort)
         if made is None:
             return None
         schedule, curve = made

@@ -7,7 +7,7 @@ reductions earlier or later, buckets are cut into their members. Greedy, by what
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,17 +17,23 @@ from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 POSITIONS = 24
 
 
+@dataclass
+class Effort:
+    """left: replays and memory curves of the whole step that may still be computed."""
+
+    left: int
+
+
 def make_room(
-    sim: Simulator, schedule: Schedule, roof: int, rounds: int, pinned: Bucket | None = None
+    sim: Simulator, schedule: Schedule, roof: int, effort: Effort, pinned: Bucket | None = None
 ) -> Schedule | None:
     """The schedule with collectives, but not the pinned one, moved so that memory is nowhere over
-    `roof` bytes; None where that is not reached by `rounds` moves that each leave less above it."""
+    `roof` bytes; None where moves that each leave less above it do not get there, or the effort is
+    spent."""
     kept, row = schedule.kept, list(schedule.buckets)
     curve = sim.memory(schedule)
     over = _over(curve, roof)
-    for _ in range(rounds):
-        if not over:
-            break
+    while over and effort.left > 0:
         best: tuple[int, list[Bucket], np.ndarray] | None = None
         for index, bucket, rest in _holding(sim, row, kept, curve, curve > roof):
             if bucket == pinned or _over(rest, roof) >= over:
@@ -35,6 +41,7 @@ def make_room(
             for others in _elsewhere(sim, bucket):
                 after = rest + sim.curve([h for b in others for h in sim.held(b, kept)])
                 left = _over(after, roof)
+                effort.left -= 1
                 if left < over:
                     best, over = (index, others, after), left
         if best is None:
@@ -143,8 +150,9 @@ def spread(first: int, last: int, near: int, most: int = POSITIONS) -> Sequence[
     """All positions of a range, or of a long one so many, those around `near` among them."""
     if last - first < most:
         return range(first, last + 1)
-    around = range(max(near - 2, first), min(near + 2, last) + 1)
-    even = np.linspace(first, last, most - len(around)).astype(int).tolist()
+    reach = 2 if most >= 8 else 1
+    around = range(max(near - reach, first), min(near + reach, last) + 1)
+    even = np.linspace(first, last, max(most - len(around), 2)).astype(int).tolist()
     return sorted({*around, *even})
 
 

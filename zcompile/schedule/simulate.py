@@ -301,6 +301,32 @@ class Simulator:
             stops.append((position, before, now))
         return Replay(now, tuple(starts), tuple(ends), tuple(stalls), tuple(stops))
 
+    def seconds(self, buckets: Sequence[Bucket]) -> float:
+        """Of the step, as `time` gives it, and nothing else: what a search asks for most."""
+        count, length = len(buckets), self.end + 1
+        prices, acts = [], []
+        for index, b in enumerate(buckets):
+            prices.append(self.price(b))
+            # (graph, position, issue or wait, bucket) as one number.
+            acts.append((b.graph * length + b.issue) * 2 * count + index)
+            acts.append(((b.graph * length + b.wait) * 2 + 1) * count + index)
+        acts.sort()
+        clock, share = self._clock, self.costs.link.share
+        ends = [0.0] * count
+        now = free = done = 0.0
+        for act in acts:
+            place, index = divmod(act, count)
+            until = clock[(place >> 1) % length]
+            if until > done:
+                now, done = _work(now, until - done, free, share), until
+            issue, wire, finish = prices[index]
+            if place & 1:
+                now = _work(max(now, ends[index]), finish, free, share)
+            else:
+                now = _work(now, issue, free, share)
+                ends[index] = free = max(now, free) + wire
+        return _work(now, clock[-1] - done, free, share)
+
     def reached(self, replay: Replay) -> np.ndarray:
         """When the operation at each position begins: exact where the schedule acts, and in
         proportion to the clock in between."""
