@@ -365,7 +365,7 @@ def test_what_a_partition_refuses_is_said_as_it_is(engine):
         raise BudgetError("too large")
 
     options = {**EVERY, "engine": engine}
-    with pytest.raises(BudgetError, match="^too large$"):
+    with pytest.raises(BudgetError, match=r"^too large$"):
         trace(
             nn.Linear(4, 4), [torch.zeros(2, 4)], world_size=2, options=options, partition=partition
         )

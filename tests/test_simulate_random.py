@@ -1,69 +1,62 @@
 """simulate, on random steps: memory against a count, times against a second replay."""
 
+import random
+from collections import Counter
+
 import pytest
-from hand_steps import Line, check_events, gather, pull, push, reduction, simulator
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hand_steps import Line, check_events, gather, reduction, simulator
 
-from zcompile.schedule.simulate import AtRest, Schedule
+from zcompile.schedule.simulate import AtRest, Bucket, Schedule
 
 
-@st.composite
-def cases(draw):
+def case(seed):
     """A simulator and a schedule that could be placed, with buckets issued anywhere it may be."""
-    split, count = sorted(draw(st.tuples(st.integers(0, 6), st.integers(2, 6))))
-    ends = (split, count) if 0 < split < count else (count,)
-    seconds = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
-    size = st.sampled_from([2, 4, 10, 12])
+    draw = random.Random(seed)
+    count = draw.randint(2, 6)
+    ends = (draw.randint(1, count - 1), count) if draw.random() < 0.7 else (count,)
+    size = lambda: draw.choice([2, 4, 10, 12])
     gathers, reductions = [], []
     for graph, (begin, end) in enumerate(zip((0, *ends), ends)):
-        for name in draw(st.sets(st.sampled_from("abc"), min_size=1)):
-            first = draw(st.integers(begin, end - 1))
-            last = draw(st.integers(first, end))
-            ready = draw(st.integers(begin, first))
-            cast = draw(st.booleans())
+        for name in draw.sample("abc", draw.randint(0, 3)):
+            first = draw.randint(begin, end - 1)
+            last, ready = draw.randint(first, end), draw.choice([begin, draw.randint(begin, first)])
+            cast = draw.random() < 0.5
             gathers.append(
-                gather(name, first, last, graph=graph, ready=ready, size=draw(size), cast=cast)
+                gather(name, first, last, graph=graph, ready=ready, size=size(), cast=cast)
             )
-        for name in draw(st.sets(st.sampled_from("def"))):
-            ready = draw(st.integers(begin, end))
-            needed = draw(st.integers(ready, end))
-            kind = draw(st.sampled_from(["reduce-scatter", "all-reduce"]))
-            grad, result = draw(size), draw(size)
-            reductions.append(
-                reduction(name, ready, needed, graph=graph, size=draw(size), kind=kind,
-                          grad_bytes=grad, result_bytes=result)
-            )  # fmt: skip
-    live = tuple(draw(st.integers(0, 9)) for _ in range(2 * count + 1))
-    line = Line(
-        draw(st.sampled_from([0.0, 0.25, 0.75])),
-        draw(st.sampled_from([0, 0.5])),
-        draw(st.integers(0, 1)),
-    )
-    world = draw(st.sampled_from([1, 2, 3]))
+        for name in draw.sample("def", draw.randint(0, 3)):
+            ready = draw.randint(begin, end)
+            needed = draw.choice([end, draw.randint(ready, end)])
+            kind = draw.choice(["reduce-scatter", "all-reduce"])
+            more = {"size": size(), "grad_bytes": size(), "result_bytes": size()}
+            reductions.append(reduction(name, ready, needed, graph=graph, kind=kind, **more))
     sim = simulator(
-        seconds, gathers, reductions, ends=ends, world=world, native=draw(st.booleans()),
-        live=live, line=line, at_rest=AtRest(3, 5, 7),
-    )  # fmt: skip
-    kept = frozenset(name for name in sim.pairs if draw(st.booleans()))
+        [draw.randint(0, 3) for _ in range(count)],
+        gathers,
+        reductions,
+        ends=ends,
+        world=draw.choice([1, 2, 2, 3]),
+        native=draw.random() < 0.5,
+        live=tuple(draw.randint(0, 9) for _ in range(2 * count + 1)),
+        line=Line(draw.choice([0.0, 0.25, 0.75]), draw.choice([0, 0.5]), draw.choice([0, 1])),
+        at_rest=AtRest(3, 5, 7),
+    )
+    kept = frozenset(name for name in sorted(sim.pairs) if draw.random() < 0.5)
     buckets = []
-    for pack in packs(draw, sim.gathered(kept), lambda m: gathers[m].graph):
-        wait = min(gathers[m].first for m in pack)
-        ready = max(gathers[m].ready for m in pack)
-        if ready <= wait:
-            buckets.append(pull(pack, draw(st.integers(ready, wait)), wait, gathers[pack[0]].graph))
-        else:
-            buckets += [pull(m, gathers[m].first, gathers[m].first, gathers[m].graph) for m in pack]
+    for pack in packs(draw, sim.gathered(kept), lambda m: (gathers[m].graph, "all-gather")):
+        ready, wait = (of(pack) for of in (latest_ready(gathers), first_use(gathers)))
+        for members in [pack] if ready <= wait else [(m,) for m in pack]:
+            ready, wait = (of(members) for of in (latest_ready(gathers), first_use(gathers)))
+            graph = gathers[members[0]].graph
+            buckets.append(Bucket("all-gather", graph, members, draw.randint(ready, wait), wait))
     kind = lambda m: (reductions[m].graph, reductions[m].kind)
     for pack in packs(draw, range(len(reductions)), kind):
-        ready = max(reductions[m].ready for m in pack)
-        needed = min(reductions[m].needed for m in pack)
+        ready, needed = (of(pack) for of in (latest_ready(reductions), first_need(reductions)))
         for members in [pack] if ready <= needed else [(m,) for m in pack]:
-            first = max(reductions[m].ready for m in members)
-            wait = draw(st.integers(first, min(reductions[m].needed for m in members)))
-            issue = draw(st.integers(first, wait))
+            first = latest_ready(reductions)(members)
+            wait = draw.randint(first, first_need(reductions)(members))
             graph, name = kind(members[0])
-            buckets.append(push(members, issue, wait, graph, name))
+            buckets.append(Bucket(name, graph, members, draw.randint(first, wait), wait))
     return sim, Schedule(tuple(buckets), kept).ordered()
 
 
@@ -71,8 +64,20 @@ def packs(draw, members, kind):
     """Cut into buckets of one kind each."""
     made = {}
     for member in members:
-        made.setdefault((kind(member), draw(st.sampled_from([0, 0, 0, 1]))), []).append(member)
+        made.setdefault((kind(member), draw.choice([0, 0, 1])), []).append(member)
     return [tuple(pack) for pack in made.values()]
+
+
+def latest_ready(rows):
+    return lambda members: max(rows[m].ready for m in members)
+
+
+def first_use(rows):
+    return lambda members: min(rows[m].first for m in members)
+
+
+def first_need(rows):
+    return lambda members: min(rows[m].needed for m in members)
 
 
 def counted(sim, schedule):
@@ -156,42 +161,62 @@ def timed(sim, schedule):
     return now
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(cases())
-def test_memory_is_a_count(case):
-    sim, schedule = case
-    curve = counted(sim, schedule)
-    assert [int(v) for v in sim.memory(schedule)] == curve
-    replay = sim.replay(schedule)
-    assert (replay.peak, replay.slot) == (max(curve), curve.index(max(curve)))
-    assert max(sim.timeline(schedule).memory.total()) == max(curve)
+CASES = range(1000)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(cases())
-def test_times_are_those_of_a_second_replay(case):
-    sim, schedule = case
-    replay = sim.replay(schedule)
-    assert replay.seconds == pytest.approx(timed(sim, schedule))
-    # The link: in order of issue, one after the other.
-    assert all(a <= b + 1e-9 for a, b in zip(replay.ends, replay.starts[1:]))
-    # The step: its work, the host's part, what the link took while both were busy, the stalls.
-    host = sum(sum(sim.price(b)[::2]) for b in schedule.buckets)
-    wire, stalls = sim.communication_seconds(schedule), sum(replay.stalls)
-    share = sim.costs.link.share
-    assert replay.seconds == pytest.approx(
-        sim.compute_seconds + host + share * wire + (1 - share) * stalls
-    )
-    assert replay.seconds >= sim.bound(schedule) - 1e-9
+def test_the_cases_are_of_every_kind():
+    seen = Counter()
+    for seed in CASES:
+        sim, schedule = case(seed)
+        for b in schedule.buckets:
+            seen[
+                b.kind, len(b.members) > 1, b.issue < b.wait, sim.step.native, sim.step.world > 1
+            ] += 1
+        seen["kept"] += bool(schedule.kept)
+        seen["empty"] += not schedule.buckets
+    assert len(seen) == 3 * 2**4 + 2
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(cases())
-def test_timelines_agree_with_replays(case):
-    sim, schedule = case
-    made, replay = check_events(sim, schedule)
-    assert sum(made.exposed.values()) <= made.exposed_seconds + 1e-9
-    reached = list(sim.reached(replay))
-    assert reached == sorted(reached)
-    assert list(made.memory.times) == sorted(made.memory.times)
-    assert reached[-1] == pytest.approx(made.seconds)
+@pytest.mark.parametrize("first", CASES[::250])
+def test_memory_is_a_count(first):
+    for seed in range(first, first + 250):
+        sim, schedule = case(seed)
+        curve = counted(sim, schedule)
+        assert [int(v) for v in sim.memory(schedule)] == curve, seed
+        replay = sim.replay(schedule)
+        assert (replay.peak, replay.slot) == (max(curve), curve.index(max(curve))), seed
+        assert max(sim.timeline(schedule).memory.total()) == max(curve), seed
+
+
+@pytest.mark.parametrize("first", CASES[::250])
+def test_times_are_those_of_a_second_replay(first):
+    for seed in range(first, first + 250):
+        sim, schedule = case(seed)
+        replay = sim.replay(schedule)
+        assert replay.seconds == pytest.approx(timed(sim, schedule)), seed
+        assert replay.seconds == pytest.approx(sim.seconds(schedule.buckets)), seed
+        # The link: in order of issue, one after the other.
+        assert all(a <= b + 1e-9 for a, b in pairwise_times(replay)), seed
+        # The step: its work, the host's part, what the link took while both were busy, the stalls.
+        host = sum(sum(sim.price(b)[::2]) for b in schedule.buckets)
+        wire, stalls = sim.communication_seconds(schedule), sum(replay.stalls)
+        share = sim.costs.link.share
+        parts = sim.compute_seconds + host + share * wire + (1 - share) * stalls
+        assert replay.seconds == pytest.approx(parts), seed
+        assert replay.seconds >= sim.bound(schedule) - 1e-9, seed
+
+
+def pairwise_times(replay):
+    """When each transfer ends and the next begins."""
+    return zip(replay.ends, replay.starts[1:])
+
+
+def test_timelines_agree_with_replays():
+    for seed in CASES:
+        sim, schedule = case(seed)
+        made, replay = check_events(sim, schedule)
+        assert sum(made.exposed.values()) <= made.exposed_seconds + 1e-9, seed
+        reached = list(sim.reached(replay))
+        assert reached == sorted(reached), seed
+        assert list(made.memory.times) == sorted(made.memory.times), seed
+        assert reached[-1] == pytest.approx(made.seconds), seed

@@ -58,12 +58,16 @@ class Improver:
         self.positions = min(max(most, 4), POSITIONS)
         best = self._settle(found.schedule)
         seconds = self._seconds(best)
-        again = True
+        again, seen = True, set()
         while again and self.effort.left > 0:
             again = False
             for candidate, pinned in self._candidates(best, seconds):
                 if self.effort.left <= 0:
                     break
+                look = (candidate.kept, frozenset((b.kind, b.members) for b in candidate.buckets), pinned)
+                if look in seen:
+                    continue
+                seen.add(look)
                 self.effort.left -= 1
                 if self.sim.bound(candidate) >= seconds * (1 - EQUAL):
                     continue
