@@ -18,6 +18,7 @@ from zcompile.dump import Dump
 from zcompile.passes import Lower, Place, Release, Residency
 from zcompile.pipeline import run
 from zcompile.schedule.plan import Plan
+from zcompile.show import text as show
 
 
 def graph(world=3, rank=0):
@@ -34,8 +35,8 @@ def dumped(folder, world=3, rank=0, native=False):
     plan = planned(gm, world, depth=1, native=native)
     dump.plan(plan)
     passes = [Place(plan.collectives, world), Release(), Lower(world, rank, native, "pg")]
-    dump.text("pipeline.txt", "one\n")
-    dump.text("pipeline.txt", "two\n")
+    dump.append("pipeline.txt", "one\n")
+    dump.append("pipeline.txt", "two\n")
     run(gm, passes, recorder=dump)
     return dump.folder
 
@@ -59,6 +60,7 @@ def test_files(tmp_path):
         "06.forward.lower.after.py",
         "pipeline.txt",
         "plan.json",
+        "plan.txt",
     ]
     assert (folder / "pipeline.txt").read_text() == "one\ntwo\n"
 
@@ -139,10 +141,11 @@ def test_symbolic_sizes_become_the_ones_of_the_trace(tmp_path, capsys):
     assert capsys.readouterr().out == "(7, 3)\n7\n"
 
 
-def test_the_plan_is_written_as_json(tmp_path):
+def test_the_plan_is_written_as_json_and_as_text(tmp_path):
     folder = dumped(tmp_path)
     plan = Plan.from_json((folder / "plan.json").read_text())
     assert plan == planned(graph(), 3, depth=1)
+    assert (folder / "plan.txt").read_text() == show.text(plan)
     assert [row.kind for row in plan.collectives] == ["all-gather", "all-reduce", "reduce-scatter"]
 
 
@@ -171,7 +174,7 @@ def test_torch_compile_writes_every_pass(compiled):
                 expected.append(f"{len(expected) + 1:02d}.{direction}.{name}.{when}")
     assert sorted(file.stem for file in compiled.glob("*.py")) == expected
     assert sorted(f.name for f in compiled.iterdir() if f.suffix != ".py") == [
-        "pipeline.txt", "plan.json",
+        "pipeline.txt", "plan.json", "plan.txt",
     ]  # fmt: skip
 
 
@@ -184,6 +187,15 @@ def test_the_pipeline_is_written_with_its_options(compiled):
     text = (compiled / "pipeline.txt").read_text()
     # Weight and bias in one gather; backward needs neither, and reduces both together.
     assert text == f"forward:\n{passes.format(1)}backward:\n{passes.format(1)}"
+
+
+def test_another_plan_of_the_step_has_a_name_of_its_own(tmp_path):
+    dump = Dump(str(tmp_path), comm.Group("g", 0, 3))
+    dump.plan(planned(graph(), 3))
+    dump.plan(planned(graph(), 3, cap=1), "measured")
+    assert sorted(file.name for file in dump.folder.iterdir()) == [
+        "measured.json", "measured.txt", "plan.json", "plan.txt",
+    ]  # fmt: skip
 
 
 def test_one_plan_is_written_of_forward_and_backward(compiled):

@@ -118,7 +118,7 @@ def test_every_wrong_option_is_named():
         ("memory_budget", True, "Value error, True is neither a positive number of bytes nor a"),
         ("memory_budget", "1 GB", "Value error, '1 GB' is neither a positive number of bytes"),
         ("replan_after", -1, "Input should be greater than or equal to 0"),
-        ("replan_gain", -0.1, "Input should be greater than or equal to 0"),
+        ("replan_gain", -1.1, "Input should be greater than or equal to -1"),
         ("calibrate", "maybe", "Input should be a valid boolean"),
         ("stage", "three", "Input should be a valid integer"),
     ],

@@ -316,7 +316,6 @@ def test_a_field_that_is_unknown_is_named():
 def test_a_field_that_is_missing_is_named(field):
     values = raw()
     del values[field]
-    assert loading(values).startswith("plan: ")
     assert loading(values).endswith(f"missing 1 required positional argument: '{field}'")
 
 
@@ -324,7 +323,6 @@ def test_a_field_of_a_row_that_is_missing_is_named():
     collectives = raw()["collectives"]
     del collectives[0]["wait"]
     assert loading(raw(collectives=collectives)).startswith("collectives[0]: ")
-    assert "'wait'" in loading(raw(collectives=collectives))
     timeline = raw()["timeline"]
     del timeline["memory"]["times"]
     assert loading(raw(timeline=timeline)).startswith("timeline.memory: ")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zcompile import comm
+from zcompile import comm, machine
 from zcompile._torch import no_torch_function
 from zcompile.control import fingerprint
 from zcompile.errors import ZeroError, ZeroWarning
@@ -79,6 +79,7 @@ def shard(
         read_through_dialect(module)
     if chosen.param_dtype is not None and chosen.cast_inputs:
         cast_inputs(root, chosen.param_dtype)
+    machine.learn(world.group, _device(root), chosen, _lines(root))
     return model
 
 

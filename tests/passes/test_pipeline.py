@@ -6,6 +6,9 @@ from dataclasses import dataclass
 import pytest
 from builders import Graph, aten
 
+from zcompile import planning
+from zcompile.backend import Build
+from zcompile.comm import Group
 from zcompile.errors import GraphError, ZeroError
 from zcompile.options import Options
 from zcompile.passes import Lower, Partition, Place, Release, Residency, verify
@@ -162,15 +165,27 @@ def test_a_pipeline_prints_as_it_will_run():
 
 
 def test_the_backend_schedules_in_an_order_that_holds():
-    from zcompile.backend import Build
-    from zcompile.comm import Group
-
     build = Build(Options(), Group("g", 0, 2), None)
-    check_order([Partition(), build.residency(), *build.passes(())])
+    check_order([Partition(), Residency(), *build.passes(())])
     assert [p.name for p in build.passes(())] == ["place", "release", "lower"]
-    assert build.residency() == Residency(keep_all=False)
-    assert build.residency(frozenset({"w"})) == Residency(keep=frozenset({"w"}))
-    without = Build(Options(disable=("release",), stage=2), Group("g", 0, 2), None)
-    check_order([Partition(), without.residency(), *without.passes(())])
+    without = Build(Options(disable=("release",)), Group("g", 0, 2), None)
+    check_order([Partition(), Residency(), *without.passes(())])
     assert [p.name for p in without.passes(())] == ["place", "lower"]
-    assert without.residency() == Residency(keep_all=True)
+
+
+@pytest.mark.parametrize(("stage", "keeps"), [(1, True), (2, True), (3, False)])
+def test_stages_are_residency(stage, keeps, monkeypatch):
+    """Below 3 everything that is gathered stays for backward; in 3 what the planner says."""
+    recorder, joint = Recording(), graph()
+    monkeypatch.setattr(
+        planning, "min_cut_rematerialization_partition", lambda gm, *_, **k: (gm, gm)
+    )
+    monkeypatch.setattr(planning, "saved_tensors_first", lambda *_: None)
+    options, names = Options(stage=stage), frozenset({"w"})
+    assert planning.cut(options, joint, names, [], {"num_fwd_outputs": 1}, recorder) == (
+        joint,
+        joint,
+    )
+    label, _, note = recorder.seen[-1]
+    assert label == "residency.after"
+    assert note.startswith(f"Residency(keep_all={keeps}, keep=frozenset({{'w'}})): ")

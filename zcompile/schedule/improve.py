@@ -37,6 +37,8 @@ from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 Row = list[Bucket]
 
 NEAR = 24  # collectives that are merged stand no further apart in the order of issue
+# A candidate that after its first round takes so many times the best one's time is left alone.
+HOPELESS = 1.03
 # Of the places that a collective would like best, so many are looked at.
 WISHES = 4
 
@@ -56,15 +58,18 @@ class Improver:
         # A reduction has two positions to choose. Looking at all collectives once leaves effort.
         most = math.isqrt(self.effort.left // (2 * len(found.schedule.buckets) + 1))
         self.positions = min(max(most, 4), POSITIONS)
-        best = self._settle(found.schedule)
-        seconds = self._seconds(best)
+        best, seconds = self._settle(found.schedule)
         again, seen = True, set()
         while again and self.effort.left > 0:
             again = False
             for candidate, pinned in self._candidates(best, seconds):
                 if self.effort.left <= 0:
                     break
-                look = (candidate.kept, frozenset((b.kind, b.members) for b in candidate.buckets), pinned)
+                look = (
+                    candidate.kept,
+                    frozenset((b.kind, b.members) for b in candidate.buckets),
+                    pinned,
+                )
                 if look in seen:
                     continue
                 seen.add(look)
@@ -78,8 +83,7 @@ class Improver:
                 roomy = next((room for room in rooms if room is not None), None)
                 if roomy is None:
                     continue
-                settled = self._settle(roomy)
-                took = self._seconds(settled)
+                settled, took = self._settle(roomy, seconds)
                 if took < seconds * (1 - EQUAL):
                     best, seconds, again = settled, took, True
                     break
@@ -92,20 +96,18 @@ class Improver:
 
     # Timing
 
-    def _settle(self, schedule: Schedule) -> Schedule:
-        """Each collective where it is best for the others' places, until none moves. Of places
-        that are equally good, those of short flights leave memory, those of long ones time, for the
-        next: in turn, as long as that helps."""
+    def _settle(self, schedule: Schedule, target: float = math.inf) -> tuple[Schedule, float]:
+        """Each collective where it is best for the others' places, until none moves, and the
+        step's seconds. Of places that are equally good, those of short flights leave memory, those
+        of long ones time, for the next: in turn, as long as that helps and the target is near."""
         best, seconds = schedule, self._seconds(schedule)
-        for short in (True, False):
-            best, seconds = self._settled(best, seconds, short)
         while self.effort.left > 0:
             again, took = self._settled(best, seconds, True)
             again, took = self._settled(again, took, False)
-            if took >= seconds * (1 - EQUAL):
-                return again
-            best, seconds = again, took
-        return best
+            gain, best, seconds = seconds - took, again, took
+            if gain <= seconds * EQUAL or seconds > target * HOPELESS:
+                break
+        return best, seconds
 
     def _settled(self, schedule: Schedule, seconds: float, short: bool) -> tuple[Schedule, float]:
         kept, row = schedule.kept, list(schedule.buckets)
@@ -126,10 +128,10 @@ class Improver:
                             continue
                         if self._fits(place, rest, kept):
                             best, found, seconds = place, tried, took
+                            moved |= faster
                 if best is not bucket or found is not row:
                     row = found
                     curve = rest + self.sim.curve(self.sim.held(best, kept))
-                    moved = True
         return Schedule(tuple(row), kept), seconds
 
     def _places(
