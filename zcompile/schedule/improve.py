@@ -59,36 +59,37 @@ class Improver:
         most = math.isqrt(self.effort.left // (2 * len(found.schedule.buckets) + 1))
         self.positions = min(max(most, 4), POSITIONS)
         best, seconds = self._settle(found.schedule)
-        again, seen = True, set()
-        while again and self.effort.left > 0:
-            again = False
-            for candidate, pinned in self._candidates(best, seconds):
-                if self.effort.left <= 0:
-                    break
-                look = (
-                    candidate.kept,
-                    frozenset((b.kind, b.members) for b in candidate.buckets),
-                    pinned,
-                )
-                if look in seen:
-                    continue
-                seen.add(look)
-                self.effort.left -= 1
-                if self.sim.bound(candidate) >= seconds * (1 - EQUAL):
-                    continue
-                rooms = (
-                    make_room(self.sim, base, self.roof, self.effort, pinned)
-                    for base in self._bases(candidate, pinned)
-                )
-                roomy = next((room for room in rooms if room is not None), None)
-                if roomy is None:
-                    continue
-                settled, took = self._settle(roomy, seconds)
-                if took < seconds * (1 - EQUAL):
-                    best, seconds, again = settled, took, True
-                    break
+        seen: set[object] = set()
+        while self.effort.left > 0:
+            better = self._better(best, seconds, seen)
+            if better is None:
+                break
+            best, seconds = better
+        best, _ = self._settled(best, seconds, short=True)
         made = Found(best, self.sim.replay(best), found.knobs)
         return made if made.better(found) else found
+
+    def _better(
+        self, schedule: Schedule, seconds: float, seen: set[object]
+    ) -> tuple[Schedule, float] | None:
+        """The first candidate that is faster. seen: what was looked at already; grows."""
+        for candidate, pinned in self._candidates(schedule, seconds):
+            merges = frozenset((b.kind, b.members) for b in candidate.buckets)
+            look = (candidate.kept, merges, pinned)
+            self.effort.left -= 1
+            if self.effort.left <= 0 or look in seen:
+                continue
+            seen.add(look)
+            if self.sim.bound(candidate) >= seconds * (1 - EQUAL):
+                continue
+            for base in self._bases(candidate, pinned):
+                roomy = make_room(self.sim, base, self.roof, self.effort, pinned)
+                if roomy is not None:
+                    settled, took = self._settle(roomy, seconds)
+                    if took < seconds * (1 - EQUAL):
+                        return settled, took
+                    break
+        return None
 
     def _seconds(self, schedule: Schedule) -> float:
         self.effort.left -= 1
