@@ -15,11 +15,13 @@ import torch
 # Smaller tensors come out of the allocator's own free lists, with no fresh pages.
 SMALLEST_BYTES = 2**20
 # A larger one, kept while it is not used, would raise the peak by more than its fresh pages cost.
+# It is kept until the next request: a parameter that is last in forward is first in backward.
 LARGEST_BYTES = 64 * 2**20
 # Vector loads and the network stack like whole cache lines.
 ALIGNMENT = 64
 
 _free: dict[int, list[np.ndarray]] = {}
+_last_large: list[np.ndarray] = []  # at most one
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -29,15 +31,22 @@ def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> tor
         size *= extent
     if like.device.type != "cpu" or size < SMALLEST_BYTES:
         return like.new_empty(shape, dtype=dtype)
-    blocks = _free.get(size)
-    # numpy asks for huge pages, which torch does not: 512 times fewer page faults.
-    block = blocks.pop() if blocks else np.empty(size + ALIGNMENT, np.uint8)
+    block = _block(size + ALIGNMENT)
     # The tensor holds the view, never the block: when the tensor's memory dies so does the view.
     view = block[-block.ctypes.data % ALIGNMENT :][:size]
-    if size <= LARGEST_BYTES:
-        weakref.finalize(view, _give_back, size, block).atexit = False
+    weakref.finalize(view, _give_back, block).atexit = False
     return torch.from_numpy(view).view(dtype).view(shape)
 
 
-def _give_back(size: int, block: np.ndarray) -> None:
-    _free.setdefault(size, []).append(block)
+def _block(nbytes: int) -> np.ndarray:
+    kept = _free.get(nbytes) or [each for each in _last_large if each.nbytes == nbytes]
+    _last_large.clear()
+    # numpy asks for huge pages, which torch does not: 512 times fewer page faults.
+    return kept.pop() if kept else np.empty(nbytes, np.uint8)
+
+
+def _give_back(block: np.ndarray) -> None:
+    if block.nbytes <= LARGEST_BYTES:
+        _free.setdefault(block.nbytes, []).append(block)
+    else:
+        _last_large[:] = [block]
