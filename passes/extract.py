@@ -115,6 +115,7 @@ class _Reader:
     gathers: list[dict[str, Any]] = field(default_factory=list)
     reductions: list[Reduction] = field(default_factory=list)
     owned: dict[str, Owned] = field(default_factory=dict)
+    in_place: list[tuple[_Storage, list[_Storage]]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     # By the name under which a later graph receives it: a storage or a gather (by index).
     passed_on: dict[str, _Storage | int] = field(default_factory=dict)
@@ -264,11 +265,15 @@ class _Reader:
                 if isinstance(each, torch.Tensor):
                     parts[index] = self._store(_count(each) * each.dtype.itemsize, at)
             return parts
-        if stored is not None and node not in stored:
-            return _Inlined(
-                frozenset().union(*(_leaves(home.get(n)) for n in node.all_input_nodes))
-            )
-        return self._store(size_of(node), at)
+        if stored is None:
+            return self._store(size_of(node), at)
+        reads = frozenset().union(*(_leaves(home.get(n)) for n in node.all_input_nodes))
+        if node not in stored:
+            return _Inlined(reads)
+        made = self._store(size_of(node), at)
+        if _is_fused(node):
+            self.in_place.append((made, [r for r in reads if isinstance(r, _Storage)]))
+        return made
 
     def _store(self, size: int, at: int) -> _Storage:
         """What the operation at a position makes."""
@@ -306,9 +311,21 @@ class _Reader:
                 whole = where.bytes if isinstance(where, _Storage) else self.gathers[where]["bytes"]
                 read[where] = max(read.get(where, 0), min(whole, size_of(source) or whole))
         moved = sum(read.values()) + size_of(node)
-        return Op(node.name, _flops(node), float(moved), dtype)
+        return Op(node.name, flops(node), float(moved), dtype)
+
+    def _reuse(self) -> None:
+        """A loop writes its result over an input of the same size that nothing reads any more."""
+        taken: set[_Storage] = set()
+        for made, reads in self.in_place:
+            for read in sorted(reads, key=lambda r: r.first):
+                same = read.bytes == made.bytes and read.last == made.first and not read.held
+                if same and read not in taken:
+                    taken.add(read)
+                    read.last -= 1
+                    break
 
     def step(self) -> Step:
+        self._reuse()
         length = len(self.ops)
         live = {name: _curve(self.storages, name, length) for name in ("activations",)}
         print_ = hashlib.sha256("\n".join([str(self.world), *self.text]).encode()).hexdigest()
@@ -378,7 +395,8 @@ def _is_fused(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
 
 
-def _flops(node: fx.Node) -> float:
+def flops(node: fx.Node) -> float:
+    """Of a matrix product, a convolution or attention; 0 for all others."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _CPU_ATTENTION:
         # Two matrix products of (queries, keys, width) forward, five backward.

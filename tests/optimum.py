@@ -7,8 +7,8 @@ the same position have the same memory ahead of them, so one that is no later in
 (host, link, each transfer in flight) makes the other superfluous. That holds for a link that shares
 the processor too: all times grow with the times before them.
 
-A schedule that cannot be faster than `bound` is left off early. This only assumes that two transfers
-merged take no more than both and no less than either, and likewise on the host.
+A schedule that cannot be faster than `bound` is left off early. This only assumes that two
+transfers merged take no more than both and no less than either, and likewise on the host.
 
 Memory and time are counted here anew, so that a mistake in the simulator shows as a difference.
 """
@@ -261,7 +261,9 @@ class _Search:
         host = self.after[position] + issue + finish + self.case.costs.link.share * wire
         link, later = wire, 0.0
         for due in {i.due for i in items if i.kind == "all-gather"}:
-            link = max(link, self._together([i for i in items if i.due <= due])[1] + self.after[due])
+            link = max(
+                link, self._together([i for i in items if i.due <= due])[1] + self.after[due]
+            )
             for start in self.case.step.ends[:-1]:
                 behind = [i for i in items if i.ready >= start and i.due <= due]
                 if position < start <= due:

@@ -2,14 +2,14 @@
 
 Forward then backward (now and then one graph alone), activations that are saved for backward,
 parameters of mixed sizes and dtypes, some tied to several operations, some used in one direction
-only, some replicated (their gradient is all-reduced), some frozen (they have no gradient), gradients
-that are needed before the end, shards that are computed first.
+only, some replicated (their gradient is all-reduced), some frozen (they have no gradient),
+gradients that are needed before the end, shards that are computed first.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zcompile.schedule import planner
 from zcompile.schedule.costs import Costs, Device
@@ -63,6 +63,9 @@ class Case:
 
     def simulator(self) -> Simulator:
         return Simulator(self.step, self.costs, self.at_rest)
+
+    def within(self, budget: int | None) -> Case:
+        return replace(self, budget=budget)
 
     def collectives(self) -> int:
         return len(self.step.gathers) + len(self.step.reductions)

@@ -217,9 +217,12 @@ class Build:
             return Guarded(ran, direction, rows, self.group, self.replan)
 
         patches = {
+            # A buffer kept for a later one of its size is alive in between: no plan would know.
+            "allow_buffer_reuse": False,
             **self.options.inductor,
-            # Our order is the plan; this pass would undo it.
+            # Our order is the plan; these passes would undo it.
             "reorder_for_peak_memory": False,
+            "reorder_for_locality": False,
             "custom_partitioner_fn": Partitioner(self),
         }
         return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=patches)

@@ -18,7 +18,7 @@ from torch import fx
 from zcompile._torch import min_cut_rematerialization_partition, saved_tensors_first
 from zcompile.errors import OptionError, ZeroWarning
 from zcompile.options import MIB, Options
-from zcompile.passes import Residency, verify
+from zcompile.passes import Residency, Sink, verify
 from zcompile.passes.extract import extract
 from zcompile.pipeline import Recorder, run
 from zcompile.schedule import planner
@@ -129,6 +129,8 @@ def cut(
     joint = run(joint, [tags], done=("partition",), verify=check, recorder=recorder)
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
+    done = ("partition", "residency")
+    backward = run(backward, [Sink()], done=done, verify=check, recorder=recorder)
     return forward, backward
 
 

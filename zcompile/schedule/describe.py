@@ -127,7 +127,9 @@ def _release(sim: Simulator, schedule: Schedule, bucket: Bucket) -> str:
 
 def _parameters(sim: Simulator, found: Found, free: bool) -> Iterable[Parameter]:
     step, kept = sim.step, found.schedule.kept
+    # Read on in a later graph without a gather of its own there.
     through = {g.parameter for g in step.gathers if g.last >= step.ends[g.graph]}
+    through -= set(sim.pairs)
     for owned in step.parameters:
         if not owned.sharded:
             residency, why = (

@@ -37,6 +37,7 @@ from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 Row = list[Bucket]
 
 NEAR = 24  # collectives that are merged stand no further apart in the order of issue
+ROUNDING = 1e-12  # of sums of seconds in another order
 # A candidate that after its first round takes so many times the best one's time is left alone.
 HOPELESS = 1.03
 # Of the places that a collective would like best, so many are looked at.
@@ -74,10 +75,12 @@ class Improver:
     ) -> tuple[Schedule, float] | None:
         """The first candidate that is faster. seen: what was looked at already; grows."""
         for candidate, pinned in self._candidates(schedule, seconds):
-            merges = frozenset((b.kind, b.members) for b in candidate.buckets)
+            merges = tuple((b.kind, b.members) for b in candidate.buckets)
             look = (candidate.kept, merges, pinned)
             self.effort.left -= 1
-            if self.effort.left <= 0 or look in seen:
+            if self.effort.left <= 0:
+                break
+            if look in seen:
                 continue
             seen.add(look)
             if self.sim.bound(candidate) >= seconds * (1 - EQUAL):
@@ -125,7 +128,7 @@ class Improver:
                         took = self._seconds(Schedule(tuple(tried), kept))
                         faster = took < seconds * (1 - EQUAL)
                         gain = (_flight(best) - _flight(place)) * (1 if short else -1)
-                        if not faster and (took > seconds or gain <= 0):
+                        if not faster and (took > seconds * (1 + ROUNDING) or gain <= 0):
                             continue
                         if self._fits(place, rest, kept):
                             best, found, seconds = place, tried, took
@@ -188,6 +191,10 @@ class Improver:
         for candidate in self._cuts(schedule):
             yield candidate, None
         yield from self._wishes(schedule, seconds)
+        # A parameter kept in a buffer that it shares needs no padding of its own.
+        for candidate in self._residencies(schedule):
+            for again in self._cuts(candidate):
+                yield again, None
 
     def _wishes(
         self, schedule: Schedule, seconds: float

@@ -32,13 +32,13 @@ from zcompile.schedule.improve import Improver
 from zcompile.schedule.room import Effort, earliest, latest
 from zcompile.schedule.simulate import Bucket, Schedule, Simulator
 
-__all__ = ["EQUAL", "Found", "Knobs", "fixed", "lean", "plan"]
+__all__ = ["EQUAL", "Found", "Knobs", "fixed", "frontier", "lean", "plan"]
 
 AHEAD = (0.0, 1.0, 1.5, 2.5, 5.0, 16.0)  # see Knobs
 # Steps of more collectives than this are searched on a coarser grid, and buckets that do not fit
 # are not moved out of the way one by one.
 LARGE = 200
-ROOM_EFFORT = 2000  # memory curves
+ROOM_EFFORT = 500  # memory curves
 # Local search is for small steps: there the last percents are worth their price.
 SEARCH_WORK = 400_000  # evaluations times collectives
 
@@ -77,6 +77,25 @@ def plan(
         best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
     return min([best, *near], key=lambda f: (f.replay.peak, f.replay.seconds))
+
+
+def frontier(
+    sim: Simulator,
+    limits: Sequence[int],
+    *,
+    keep: frozenset[str] = frozenset(),
+    may_keep: Iterable[str] = (),
+) -> list[Found]:
+    """The best schedule found for each limit, which must ascend: a larger one is never slower.
+
+    Raises:
+        BudgetError: see plan.
+    """
+    names, found = tuple(may_keep), list[Found]()
+    for limit in limits:
+        best = plan(sim, limit, keep=keep, may_keep=names)
+        found.append(_pick(found[-1], best) if found else best)
+    return found
 
 
 def fixed(sim: Simulator, keep: frozenset[str], cap: int, depth: int) -> Found:
