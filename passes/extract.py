@@ -75,15 +75,11 @@ def _is_schedule(node: fx.Node) -> bool:
 
 
 def _is_shard_view(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and bool(node.users)
-        and all(
-            u.op == "output" or u.target in (UNSHARD, REPLICATE) or _is_shard_view(u)
-            for u in node.users
-        )
-        and any(u.op != "output" for u in node.users)
-        and trivial_source(node).op == "placeholder"
+    if node.op != "call_function" or trivial_source(node).op != "placeholder":
+        return False  # first, as it ends the recursion: only views of inputs go on to their users
+    readers = [u for u in node.users if u.op != "output"]
+    return bool(readers) and all(
+        u.target in (UNSHARD, REPLICATE) or _is_shard_view(u) for u in readers
     )
 
 

@@ -30,14 +30,13 @@ def graph(world=3, rank=0):
 
 def dumped(folder, world=3, rank=0, native=False):
     dump = Dump(str(folder), comm.Group("g", rank, world))
-    dump.prefix = "forward"
     gm = graph(world, rank)
     plan = planned(gm, world, depth=1, native=native)
     dump.plan(plan)
     passes = [Place(plan.collectives, world), Release(), Lower(world, rank, native, "pg")]
     dump.append("pipeline.txt", "one\n")
     dump.append("pipeline.txt", "two\n")
-    run(gm, passes, recorder=dump)
+    run(gm, passes, graph="forward", recorder=dump)
     return dump.folder
 
 

@@ -138,10 +138,10 @@ class Build:
         ]
         return [each for each in pipeline if each.name not in self.options.disable]
 
-    def run(self, gm: fx.GraphModule, passes: Sequence[Pass]) -> fx.GraphModule:
+    def run(self, gm: fx.GraphModule, passes: Sequence[Pass], graph: str = "") -> fx.GraphModule:
         check = verify if self.options.verify else None
-        done = ("partition", "residency")
-        return run(gm, passes, done=done, verify=check, recorder=self.dump)
+        done = ("partition", "residency", "sink")
+        return run(gm, passes, graph=graph, done=done, verify=check, recorder=self.dump)
 
     def setting(self) -> planning.Setting:
         """What the plan depends on besides the graphs."""
@@ -162,8 +162,6 @@ class Build:
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Cut a joint graph into forward and backward, as its residency demands, and plan both."""
-        if self.dump is not None:
-            self.dump.prefix = "joint"
         if self.group is None:
             return planning.cut(self.options, joint, frozenset(), inputs, kwargs, self.dump)
         graphs, planned, lean = planning.cut_and_plan(
@@ -197,8 +195,6 @@ class Build:
         """Passes of a forward, backward or inference graph, and its rows of the plan."""
         if self.group is None:
             return gm, ()
-        if self.dump is not None:
-            self.dump.prefix = direction
         if direction == "inference":
             self.plan = planning.plan(self.setting(), [(direction, gm)], self.title()).plan
         assert self.plan is not None
@@ -207,7 +203,7 @@ class Build:
         if self.dump is not None:
             self.dump.plan(self.plan)
             self.dump.append("pipeline.txt", f"{direction}:\n{describe(passes)}")
-        return self.run(gm, passes), rows
+        return self.run(gm, passes, direction), rows
 
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

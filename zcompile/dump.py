@@ -7,7 +7,7 @@
     DIR/rank0/000/plan.json                 the same, see docs/plan-schema.md
     DIR/rank0/000/pipeline.txt              the passes that ran, with their options
 
-`python DIR/.../06.forward.place.after.py` runs that graph on zeros, in one process, with
+`python DIR/.../08.forward.place.after.py` runs that graph on zeros, in one process, with
 collectives that move nothing.
 """
 
@@ -88,17 +88,16 @@ class Dump:
             except FileExistsError:
                 continue
             break
-        self.group, self.numbers, self.prefix = group, itertools.count(1), ""
+        self.group, self.numbers = group, itertools.count(1)
 
     def graph(self, gm: fx.GraphModule, label: str, note: str) -> None:
         number = f"{next(self.numbers):02d}"
-        prefix = f"{self.prefix}." if self.prefix else ""
-        name = f"{number}.{prefix}{label}.py"
+        name = f"{number}.{label}.py"
         plain = _plain(gm)
         code = plain.print_readable(print_output=False).strip()
         code = re.sub(r"^class \S+\(", "class GraphModule(", code)
         text = _HEADER.format(
-            label=f"{prefix}{label}",
+            label=label,
             note=note,
             file=name,
             group=self.group.name,

@@ -38,27 +38,29 @@ def run(
     gm: fx.GraphModule,
     passes: Sequence[Pass],
     *,
+    graph: str = "",
     done: Iterable[str] = (),
     verify: Check | None = None,
     recorder: Recorder | None = None,
 ) -> fx.GraphModule:
-    """Apply `passes` in order. `done`: passes that ran on earlier forms of this graph.
+    """Apply `passes` in order. graph: what it is called; done: passes that ran on earlier forms.
 
     Raises:
         ZeroError: a pass stands before one that it builds on; nothing has run then.
         GraphError: a pass left a graph that breaks a rule.
     """
     check_order(passes, done)
+    prefix = f"{graph}." if graph else ""
     for each in passes:
         before, start = len(gm.graph.nodes), time.perf_counter()
         if recorder is not None:
-            recorder.graph(gm, f"{each.name}.before", "")
+            recorder.graph(gm, f"{prefix}{each.name}.before", "")
         gm = each(gm)
         seconds, now = time.perf_counter() - start, len(gm.graph.nodes)
         note = f"{each!r}: nodes {before} -> {now} ({now - before:+d}), {seconds * 1e3:.1f} ms"
         log.info("%s", note)
         if recorder is not None:
-            recorder.graph(gm, f"{each.name}.after", note)
+            recorder.graph(gm, f"{prefix}{each.name}.after", note)
         if verify is not None:
             verify(gm, each.name)
     return gm

@@ -126,11 +126,12 @@ def cut(
     """Forward and backward of a joint graph, with these parameters kept between them."""
     tags = Residency(keep_all=options.stage < 3, keep=keep)
     check = verify if options.verify else None
-    joint = run(joint, [tags], done=("partition",), verify=check, recorder=recorder)
+    watch: Any = {"verify": check, "recorder": recorder}
+    joint = run(joint, [tags], graph="joint", done=("partition",), **watch)
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
     done = ("partition", "residency")
-    backward = run(backward, [Sink()], done=done, verify=check, recorder=recorder)
+    backward = run(backward, [Sink()], graph="backward", done=done, **watch)
     return forward, backward
 
 

@@ -8,7 +8,7 @@ behind    reductions awaited when their transfer is over, as far as memory allow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,7 +92,7 @@ def gather_buckets(sim: Simulator, kept: frozenset[str], cap: int) -> list[Bucke
         size=lambda m: rows[m].bytes,
         kind=lambda m: (rows[m].graph, rows[m].dtype),
         # Every shard must exist where the bucket's first parameter is used.
-        fits=lambda pack, m: rows[m].ready <= rows[pack[0]].first,
+        span=lambda m: (rows[m].ready, rows[m].first),
     )
     made = []
     for pack in packs:
@@ -109,7 +109,7 @@ def reduce_buckets(sim: Simulator, cap: int) -> list[Bucket]:
         size=lambda m: rows[m].bytes,
         kind=lambda m: (rows[m].graph, rows[m].kind, rows[m].mergeable),
         # No result may be needed before the bucket's last gradient is there.
-        fits=lambda pack, m: all(rows[m].ready <= rows[n].needed for n in pack),
+        span=lambda m: (rows[m].ready, rows[m].needed),
     )
     made = []
     for pack in packs:
@@ -123,18 +123,20 @@ def _pack(
     cap: int,
     size: Callable[[int], int],
     kind: Callable[[int], object],
-    fits: Callable[[Sequence[int], int], bool],
+    span: Callable[[int], tuple[int, int]],
 ) -> list[list[int]]:
-    """Cut a sequence into buckets, one open per kind."""
+    """Cut a sequence into buckets, one open per kind. span: the first and last position at which
+    a member may travel; those of a bucket meet."""
     packs: list[list[int]] = []
-    open_: dict[object, tuple[list[int], int]] = {}
+    open_: dict[object, tuple[list[int], int, int]] = {}
     for member in order:
-        pack, filled = open_.get(kind(member), ([], 0))
-        if not pack or filled + size(member) > cap or not fits(pack, member):
-            pack, filled = [], 0
+        first, last = span(member)
+        pack, filled, until = open_.get(kind(member), ([], 0, last))
+        if not pack or filled + size(member) > cap or first > until:
+            pack, filled, until = [], 0, last
             packs.append(pack)
         pack.append(member)
-        open_[kind(member)] = (pack, filled + size(member))
+        open_[kind(member)] = (pack, filled + size(member), min(until, last))
     return packs
 
 
