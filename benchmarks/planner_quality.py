@@ -54,7 +54,6 @@ def measure(seed: int) -> dict[str, object]:
         "gap": gap,
         "planner_seconds": planned - begin,
         "exact_seconds": time.process_time() - planned,
-        "to_bound": found.replay.seconds / sim.bound(found.schedule) - 1,
     }
 
 

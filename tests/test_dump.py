@@ -165,7 +165,7 @@ def compiled(tmp_path_factory):
 def test_torch_compile_writes_every_pass(compiled):
     expected = [
         "01.partition.before", "02.partition.after", "03.joint.residency.before",
-        "04.joint.residency.after",
+        "04.joint.residency.after", "05.backward.sink.before", "06.backward.sink.after",
     ]  # fmt: skip
     for direction in ("forward", "backward"):
         for name in ("place", "release", "lower"):

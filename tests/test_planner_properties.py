@@ -14,7 +14,7 @@ from zcompile.schedule.describe import from_plan, to_plan
 from zcompile.schedule.plan import Plan
 
 QUICK = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -204,7 +204,7 @@ def test_what_only_fused_operations_read_is_never_stored():
     assert live(chain(), fused=True) == [
         64, 64, 64,  # neg is computed inside of neg_1
         128, 128, 192, 128,  # neg_1 is read by mm; mm
-        128, 128, 192, 128,  # neg_2 inside of neg_3, which reads mm's result
+        128, 128, 128, 128,  # neg_2 inside of neg_3, which writes over mm's result
     ]  # fmt: skip
 
 

@@ -186,6 +186,6 @@ def test_stages_are_residency(stage, keeps, monkeypatch):
         joint,
         joint,
     )
-    label, _, note = recorder.seen[-1]
-    assert label == "residency.after"
+    label, _, note = recorder.seen[1]
+    assert label == "joint.residency.after"
     assert note.startswith(f"Residency(keep_all={keeps}, keep=frozenset({{'w'}})): ")
