@@ -50,6 +50,9 @@ _FUSED = {
 }
 
 
+# A loop that would read more values than this has some of them stored first.
+MOST_READS = 8
+
 _FOREVER = 2**62
 
 
@@ -126,6 +129,7 @@ class _Reader:
         home: dict[fx.Node, Any] = {}  # node -> its _Storage, its gather's index, or None
         stored = _stored(gm) if self.fused else None
         results = gm.graph.find_nodes(op="output")[0].all_input_nodes
+        local: set[fx.Node] = set()
         at = begin
         for node in gm.graph.nodes:
             if node in position:
@@ -140,10 +144,18 @@ class _Reader:
             elif node.target in _REDUCTIONS:
                 home[node] = None
                 self._reduction(node, graph, at, position, end)
+            elif node in position and not local.isdisjoint(node.all_input_nodes):
+                # What is made of this rank's own rows has sizes of its own on every rank.
+                local.add(node)
+                home[node] = None
+                self.ops.append(Op(node.name, 0.0, 0.0, ""))
+                self.text.append(f"{node.name} {node.target}")
             elif node in position:
                 home[node] = self._made(node, position[node], home, stored)
                 self.ops.append(self._op(node, home, stored))
                 self.text.append(f"{node.name} {node.target} {_shape_text(node)}")
+            if node.target is REDUCE_GRAD:
+                local.add(node)
             self._touch(node, position, home)
         for node in results:
             where = home.get(node)
@@ -205,8 +217,8 @@ class _Reader:
     def _own(self, name: str, value: Any, local: Any, size: int, sharded: bool) -> None:
         local_bytes = _count(local) * local.dtype.itemsize
         if sharded and self.world > 1:
-            # The same on every rank: an average, where rows do not divide evenly.
-            local_bytes = -(-_count(value) // self.world) * local.dtype.itemsize
+            # The same on every rank: the largest shard.
+            local_bytes = _largest_shard(value, self.world) * local.dtype.itemsize
         shape = tuple(hint(n) for n in value.shape)
         owned = Owned(name, shape, _name(value.dtype), size, local_bytes, sharded)
         self.owned.setdefault(name, owned)
@@ -222,7 +234,7 @@ class _Reader:
         if scatter and not self.native:
             wire = wire_dtype(value.dtype, reduce_dtype)
         whole = _count(value) * wire.itemsize
-        result = _count(value) * dtype.itemsize
+        held = _largest_shard(value, self.world) if scatter else _count(value)
         uses = [position[u] for u in node.users if u in position]
         at = position[grad] + 1 if grad in position else at
         sent = (
@@ -236,7 +248,7 @@ class _Reader:
                 kind="reduce-scatter" if scatter else "all-reduce",
                 ready=at, needed=min(uses, default=end), bytes=whole, sent=sent, dtype=_name(wire),
                 grad_bytes=size_of(grad),
-                result_bytes=-(-result // self.world) if scatter else result,
+                result_bytes=held * dtype.itemsize,
                 mergeable=f"{node.target} {value.dtype} {dtype} {reduce_dtype}",
             )
         )  # fmt: skip
@@ -264,8 +276,9 @@ class _Reader:
         if stored is None:
             return self._store(size_of(node), at)
         reads = frozenset().union(*(_leaves(home.get(n)) for n in node.all_input_nodes))
-        if node not in stored:
+        if node not in stored and len(reads) <= MOST_READS:
             return _Inlined(reads)
+        stored.add(node)
         made = self._store(size_of(node), at)
         if _is_fused(node):
             self.in_place.append((made, [r for r in reads if isinstance(r, _Storage)]))
@@ -436,6 +449,12 @@ def _sent(value: torch.Tensor, dtype: Any, world: int, native: bool) -> int:
     rows, *rest = (hint(n) for n in value.shape)
     rows = chunk_rows(rows, world) * world if native else rows
     return rows * math.prod(rest) * dtype.itemsize * (world - 1) // world
+
+
+def _largest_shard(value: torch.Tensor, world: int) -> int:
+    """Elements."""
+    rows, *rest = (hint(n) for n in value.shape)
+    return chunk_rows(rows, world) * math.prod(rest)
 
 
 def _name(dtype: torch.dtype) -> str:

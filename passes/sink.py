@@ -10,7 +10,7 @@
 
 The first: a parameter's gradient behind the products that pass the gradient on, as one of them is
 the last to read the parameter itself. The second: whatever is larger than the inputs that have to
-be kept for it, right in front of its first use, such as the first of two gradients of a tied weight.
+be kept for it, right in front of its first use; the first of a tied weight's two gradients, say.
 """
 
 from __future__ import annotations

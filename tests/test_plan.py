@@ -452,12 +452,17 @@ def test_an_anchor_that_is_no_operation(what):
 
 
 def test_lines():
-    assert lines("backward", plan().collectives) == [
+    *listed, whole = lines("backward", plan().collectives)
+    assert listed == [
         "backward graph",
         "all-gather ['layer.a', 'layer.b'] float32 128 B p2p",
         "reduce-scatter ['layer.a', 'layer.b'] float32 128 B p2p",
         "all-reduce ['bias'] float32 12 B all_reduce",
     ]
+    # The last says what travels, however it is merged.
+    merged, alone = plan().collectives, plan(cap=ONE).collectives
+    assert whole == lines("backward", alone)[-1] and len(merged) < len(alone)
+    assert whole != lines("backward", merged[1:])[-1]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])

@@ -12,7 +12,7 @@ from parity import check, options, sgd
 from torch import nn
 
 import zcompile
-from zcompile import machine
+from zcompile import comm, machine
 from zcompile.schedule.plan import Plan
 
 WIDTH = 32
@@ -252,3 +252,30 @@ def test_measured_times_are_kept_for_the_next_run(ranks, tmp_path):
     again = ranks(remembers, str(tmp_path), 3)
     assert all(not said for said in again), "measured again"
     assert any("measured in a step" in line for line in dumped(f"{tmp_path}/dump")[-1].costs)
+
+
+# Ranks that see other shapes
+
+
+def ragged_loss(model, seed):
+    """4 rows on even ranks, 512 on odd ones: their plans differ in what is merged."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 + 508 * (seed % 2), WIDTH, generator=generator, requires_grad=True)
+    return model(x).square().mean()
+
+
+def ragged(rank, world, opts, folder):
+    check(rank, world, model, ragged_loss, opts, steps=4)
+    return machine.of(next(iter(comm._groups.values()))).other_shapes
+
+
+@pytest.mark.parametrize("engine", ["eager", "inductor"])
+def test_ranks_may_see_other_shapes(ranks, tmp_path, engine, monkeypatch):
+    opts = planned(engine=engine, replan_after=1, replan_gain=-1.0, dump=str(tmp_path))
+    ranks(ragged, opts, str(tmp_path), timeout=300)
+    rows = []
+    for rank in range(2):
+        last = sorted((tmp_path / f"rank{rank}").glob("*/plan.json"))[-1]
+        plan = Plan.from_json(last.read_text())
+        rows.append([(r.graph, r.kind, r.parameters) for r in plan.collectives])
+    assert rows[0] == rows[1]

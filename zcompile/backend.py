@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -29,9 +30,9 @@ from zcompile._torch import (
     shortened,
     without_autograd_cache,
 )
-from zcompile.control import fingerprint
+from zcompile.control import Control, fingerprint
 from zcompile.dump import Dump
-from zcompile.errors import OptionError, ZeroError, ZeroWarning
+from zcompile.errors import Disagreement, OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import FirstCall, watch
 from zcompile.options import Options
 from zcompile.owners import outermost_owners
@@ -45,6 +46,9 @@ from zcompile.schedule.step import Step
 from zcompile.sharding import is_sharded, warn_unowned
 
 OPTIONAL = ("release",)
+
+Run = Callable[[list[Any]], Any]  # takes its arguments in a list that it empties
+Rows = tuple[Collective, ...]
 
 
 def zero(
@@ -84,7 +88,7 @@ def compile_graph(
     group = _group(example_inputs)
     dump = Dump(options.dump, group) if options.dump and group is not None else None
     params = tuple(p for p in example_inputs if type(p) is ZeroParameter)
-    build = Build(options, group, dump, params)
+    build = Build(options, group, dump, params, code_being_compiled())
     try:
         gm = build.run(gm, [Partition()])
         with without_autograd_cache():
@@ -124,6 +128,7 @@ class Build:
     group: comm.Group | None
     dump: Dump | None
     params: tuple[ZeroParameter, ...] = ()
+    code: CodeType | None = None
     plan: Plan | None = None
     replan: Replan | None = None
 
@@ -155,7 +160,8 @@ class Build:
             costs=known.costs,
             at_rest=rest,
             budget=machine.budget(known, self.options.memory_budget),
-            free=known.free + rest.total(),
+            free=known.free + rest.parameters,
+            other_shapes=known.other_shapes,
             given=planning.load(self.options.plan),
             measured=known.measured,
         )
@@ -177,12 +183,12 @@ class Build:
         known = planned.sim.step.fingerprint in setting.measured
         by_hand = setting.given is not None or setting.by_rule
         on_host = all(p.device.type == "cpu" for p in self.params)
-        code = code_being_compiled()
+        sized = planned.symbolic
         if self.group is None or self.group.control is None or known or by_hand or not on_host:
             return None
-        if self.options.replan_after == 0 or code is None:
+        if self.options.replan_after == 0 or self.code is None or sized:
             return None
-        forget = partial(forget_compiled, code)
+        forget = partial(forget_compiled, self.code)
         after, gain = self.options.replan_after, self.options.replan_gain
         return Replan(self.group, planned, lean, after, gain, self.dump, forget)
 
@@ -205,12 +211,29 @@ class Build:
             self.dump.append("pipeline.txt", f"{direction}:\n{describe(passes)}")
         return self.run(gm, passes, direction), rows
 
+    def spare(self, gm: fx.GraphModule, direction: str) -> Callable[[], tuple[Run, Rows]] | None:
+        """Makes the same graph scheduled by the two rules, interpreted, with its rows."""
+        if self.group is None or self.group.control is None:
+            return None
+        group, unscheduled = self.group, planning.copied(gm)
+
+        def make() -> tuple[Run, Rows]:
+            machine.see_other_shapes(group)
+            if self.code is not None:
+                forget_compiled(self.code)
+            planned = planning.plan(self.setting(), [(direction, unscheduled)], self.title())
+            rows = planned.plan.collectives
+            return _boxed(self.run(unscheduled, self.passes(rows), direction)), rows
+
+        return make
+
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             direction = _direction(kwargs)
+            spare = self.spare(gm, direction)
             gm, rows = self.schedule(gm, direction)
             ran = compile_fx_inner(gm, inputs, **kwargs)
-            return Guarded(ran, direction, rows, self.group, self.replan)
+            return Guarded(ran, direction, rows, self.group, self.replan, spare)
 
         patches = {
             # A buffer kept for a later one of its size is alive in between: no plan would know.
@@ -226,10 +249,9 @@ class Build:
     def interpreter(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def compiler(direction: str) -> Callable[..., Any]:
             def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+                spare = self.spare(gm, direction)
                 gm, rows = self.schedule(gm, direction)
-                gm.graph.set_codegen(_BoxedCodeGen())
-                gm.recompile()
-                return Guarded(gm.forward, direction, rows, self.group, self.replan)
+                return Guarded(_boxed(gm), direction, rows, self.group, self.replan, spare)
 
             return compile_
 
@@ -240,6 +262,14 @@ class Build:
             partition_fn=self.partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
+
+
+def _boxed(gm: fx.GraphModule) -> Run:
+    """An interpreter of a graph that frees its inputs as it goes."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    run_graph: Run = gm.forward
+    return run_graph
 
 
 class Partitioner(CustomPartitionerFn):
@@ -269,7 +299,9 @@ class Guarded:
         rows: Sequence[Collective],
         group: comm.Group | None,
         replan: Replan | None = None,
+        by_rule: Callable[[], tuple[Run, Rows]] | None = None,
     ) -> None:
+        self.by_rule = by_rule
         self.run_graph, self.direction, self.rows = run_graph, direction, rows
         self.replan = replan if direction in planning.STEP else None
         # On the instance: AOTAutograd wraps callables with functools.wraps, which copies that.
@@ -287,13 +319,28 @@ class Guarded:
     def __call__(self, args: list[Any]) -> Any:
         if self.control is None:
             return self.run_graph(args)
-        self.control.agree(self.mark, self.lines)
+        measured = self._agree(self.control)
         for kind, sent in self.counted:
             comm.count(kind, sent)
         with self.control.run():
             if self.replan is None:
                 return self.run_graph(args)
-            return self.replan.run(self.direction, self.run_graph, args)
+            return self.replan.run(self.direction, self.run_graph, args, measured)
+
+    def _agree(self, control: Control) -> bool:
+        """Whether this run is measured. Ranks that see other shapes may have merged the same
+        collectives in other ways; then all of them go on by the two rules, which see none."""
+        ready = self.replan is not None and self.replan.ready(self.direction)
+        try:
+            return control.agree(self.mark, self.lines, ready)
+        except Disagreement as error:
+            same = len({lines[-1] for lines in error.everyone}) == 1
+            directions = {lines[0] for lines in error.everyone}
+            if self.by_rule is None or not same or len(directions) > 1:
+                raise
+        self.run_graph, self.rows = self.by_rule()
+        self.mark, self.replan, self.by_rule = fingerprint(self.lines()), None, None
+        return control.agree(self.mark, self.lines) and False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.run_graph, name)

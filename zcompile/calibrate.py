@@ -124,6 +124,7 @@ def hosts(group: comm.Group, device: torch.device) -> dict[str, Any]:
         "hosts": hosts,
         "world": group.world,
         "backend": "none" if group.pg is None else dist.get_backend(group.pg),
+        "reads": group.link is not None,  # of each other's memory, in place of messages
         "torch": sorted(set(versions)),
         "threads": sorted(set(threads)),
         "device": sorted(set(kinds)),

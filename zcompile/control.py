@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zcompile._torch import _get_default_store
-from zcompile.errors import ZeroError
+from zcompile.errors import Disagreement, ZeroError
 
 POLL_SECONDS = 0.5
 # How long a rank that lost a connection waits for the failing rank to say why.
@@ -76,25 +76,25 @@ class Control:
         """Cut `group` too when another rank fails."""
         self._data.append(group)
 
-    def agree(self, mark: int, describe: Callable[[], Sequence[str]]) -> None:
-        """Return when every rank came here with the same mark.
+    def agree(self, mark: int, describe: Callable[[], Sequence[str]], ready: bool = False) -> bool:
+        """Return when every rank came here with the same mark; whether all of them are `ready`.
 
         Raises:
-            ZeroError: on every rank, naming the first line in which two ranks differ; or, when a
-                rank failed or left meanwhile, which one and why.
+            Disagreement: on every rank, naming the first line in which two ranks differ.
+            ZeroError: a rank failed or left meanwhile; says which one and why.
         """
         if self.failure is not None:
             raise ZeroError(self.failure)
-        pair = torch.tensor([mark, -mark])
+        pair = torch.tensor([mark, -mark, not ready])
         try:
             dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.group)
             if pair[0] == -pair[1]:
-                return
+                return not pair[2]
             everyone: list[Any] = [None] * self.world
             dist.all_gather_object(everyone, list(describe()), group=self.group)
         except RuntimeError as error:
             raise self.explain(error) from error
-        raise ZeroError(first_difference(everyone))
+        raise Disagreement(first_difference(everyone), everyone)
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ ends the process that makes one.)
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -30,16 +31,15 @@ from zcompile._torch import (
     aot_autograd,
     compile_fx,
     disable_dynamo,
-    min_cut_rematerialization_partition,
-    saved_tensors_first,
     unset_fake_temporarily,
     without_autograd_cache,
     without_garbage_collection,
 )
 from zcompile.errors import ZeroError, ZeroWarning
+from zcompile.layout import chunk_rows
 from zcompile.options import Options
 from zcompile.parameter import ParamSpec, unsharded
-from zcompile.passes import Partition, Residency, verify
+from zcompile.passes import Partition, verify
 from zcompile.passes.partition import is_read
 from zcompile.pipeline import run
 from zcompile.schedule.plan import Plan
@@ -124,11 +124,11 @@ def _at_rest(model: nn.Module, options: Options, group: comm.Group, optimizer_by
     shards = state = 0
     for name, param in model.named_parameters():
         spec = spec_of(name, param, options, group.name)
-        elements = -(-param.numel() // group.world) if spec.sharded else param.numel()
+        rows = chunk_rows(param.shape[0], group.world) if spec.sharded else 1
+        elements = rows * math.prod(param.shape[1:] if spec.sharded else param.shape)
         shards += elements * param.element_size()
         state += elements * optimizer_bytes if param.requires_grad else 0
-    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    return AtRest(shards, state, buffers)
+    return AtRest(shards, state)
 
 
 def trace(
@@ -236,10 +236,7 @@ class Capture:
         return forward, backward
 
     def _cut(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        joint = self._run(joint, [Residency(keep_all=self.options.stage < 3)])
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        saved_tensors_first(forward, backward, kwargs["num_fwd_outputs"])
-        return forward, backward
+        return planning.cut(self.options, joint, frozenset(), inputs, kwargs)
 
     def _run(self, gm: fx.GraphModule, passes: Sequence[Any]) -> fx.GraphModule:
         check = verify if self.options.verify else None

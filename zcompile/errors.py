@@ -17,6 +17,14 @@ class ZeroWarning(UserWarning):
     """Something runs correctly but slower than it could, and the text says why."""
 
 
+class Disagreement(ZeroError):
+    """The ranks are about to do different things. everyone: the lines of each, by rank."""
+
+    def __init__(self, text: str, everyone: list[list[str]]) -> None:
+        super().__init__(text)
+        self.everyone = everyone
+
+
 class BudgetError(ZeroError):
     """No schedule of the step fits the memory budget."""
 

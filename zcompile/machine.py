@@ -6,6 +6,8 @@ none has to communicate while it compiles.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from zcompile import cache, comm
 from zcompile.calibrate import Calibration, calibrate, hosts, of_rank_0
 from zcompile.control import fingerprint
+from zcompile.layout import chunk_rows
 from zcompile.options import Options
 from zcompile.owners import live_optimizers, outermost_owners
 from zcompile.parameter import ZeroParameter
@@ -26,19 +29,22 @@ from zcompile.schedule.devices import device as published
 from zcompile.schedule.links import default_link
 from zcompile.schedule.simulate import AtRest
 
+log = logging.getLogger("zcompile")
+
 
 @dataclass(frozen=True)
 class Machine:
     """capacity: bytes of the device that a rank may use at most; free: those that were free when
     its model had been sharded, beside what the model holds. The least of the ranks.
     measured: seconds of operations by a step's fingerprint; key: under which they are kept on disk,
-    None where they are not."""
+    None where they are not. other_shapes: the ranks were seen to compute with other shapes."""
 
     costs: Costs
     capacity: int
     free: int
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     key: Mapping[str, Any] | None = None
+    other_shapes: bool = False
 
 
 _machines: dict[str, Machine] = {}  # by name of the group
@@ -55,12 +61,22 @@ def learn(group: comm.Group, device: torch.device, options: Options, model: Sequ
         if where not in _calibrations:
             _calibrations[where] = calibrate(group, device)
         costs = _calibrations[where].costs()
-        key = {"model": fingerprint(model), **hosts(group, device)}
+        carried = "native" if group.native else "messages" if group.link is None else "reads"
+        key = {"model": fingerprint(model), "by": carried, **hosts(group, device)}
         measured.update(_kept(group, key))
     else:
         costs = published_costs("cpu" if device.type == "cpu" else _gpu(device), group.world)
     capacity, free = _least(group, [_capacity(device, group), _free(device, group)])
-    _machines[group.name] = Machine(costs, capacity, free, measured, key)
+    ragged = before is not None and before.other_shapes
+    _machines[group.name] = Machine(costs, capacity, free, measured, key, ragged)
+
+
+def see_other_shapes(group: comm.Group) -> None:
+    """From now on this group's graphs are scheduled by rules that no shape of a batch enters."""
+    known = of(group)
+    if not known.other_shapes:
+        log.info("the ranks compute with other shapes: scheduled by rules from now on")
+    _machines[group.name] = replace(known, other_shapes=True)
 
 
 def remember(group: comm.Group, fingerprint: str, measured: Mapping[str, float]) -> None:
@@ -128,11 +144,9 @@ def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
 
 
 def _held(shape: tuple[int, ...], itemsize: int, sharded: bool, group: comm.Group) -> int:
-    """The same on every rank: an average where rows do not divide evenly."""
-    count = 1
-    for size in shape:
-        count *= size
-    return (-(-count // group.world) if sharded else count) * itemsize
+    """The same on every rank: the largest shard."""
+    rows = chunk_rows(shape[0], group.world) if sharded else 1
+    return rows * math.prod(shape[1:] if sharded else shape) * itemsize
 
 
 def _copies(optimizer: Any, param: Any, group: Mapping[str, Any]) -> float:

@@ -101,7 +101,8 @@ class Options(BaseModel):
     replan_after: int = Field(
         3,
         ge=0,
-        description="Steps after which times are measured and the step is planned again; 0: never.",
+        description="Steps after which times are measured and the step is planned again; 0: never. "
+        "On CPU, with check=True, and where the graph's sizes are constant.",
     )
     replan_gain: float = Field(
         0.03,
@@ -160,9 +161,16 @@ class Options(BaseModel):
         if values.get("dump") is None:
             values["dump"] = os.environ.get("ZCOMPILE_DUMP") or None
         try:
-            return cls(**values)
+            made = cls(**values)
         except ValidationError as error:
             raise OptionError(_invalid(error)) from None
+        rules = [n for n in ("bucket_bytes", "prefetch") if getattr(made, n) is not None]
+        if made.memory_budget is not None and rules:
+            raise OptionError(
+                f"option {rules[0]!r} is a rule in place of the planner, which alone knows of "
+                f"memory_budget={made.memory_budget!r}; give one of both"
+            )
+        return made
 
 
 def _unknown(name: str, known: list[str]) -> str:

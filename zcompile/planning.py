@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile._torch import min_cut_rematerialization_partition, saved_tensors_first
@@ -55,11 +56,15 @@ class Setting:
     budget: int | None = None
     free: int | None = None
     given: Plan | None = None
+    other_shapes: bool = False
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def by_rule(self) -> bool:
-        """Whether two rules stand in place of the planner."""
+        """Whether two rules stand in place of the planner: on demand, or as the ranks see other
+        shapes, of which the rules know nothing."""
+        if self.other_shapes:
+            return True
         return self.options.bucket_bytes is not None or self.options.prefetch is not None
 
     @property
@@ -91,6 +96,7 @@ class Planned:
 
     plan: Plan
     setting: Setting
+    symbolic: bool
     sim: Simulator
     found: Found
 
@@ -177,6 +183,12 @@ def fit(setting: Setting, step: Step, schedule: Schedule, seconds: float) -> flo
     return math.sqrt(low * high)
 
 
+def _symbolic(gm: fx.GraphModule) -> bool:
+    """Whether a graph is for sizes that are not known yet."""
+    values = (n.meta.get("val") for n in gm.graph.find_nodes(op="placeholder"))
+    return any(isinstance(v, torch.SymInt) for v in values)
+
+
 def _sharded(step: Step) -> list[str]:
     return [owned.name for owned in step.parameters if owned.sharded]
 
@@ -217,7 +229,7 @@ def plan(setting: Setting, graphs: Graphs, name: str, fingerprint: str = "") -> 
         free_residency=setting.free_residency,
         notes=notes,
     )
-    return Planned(made, setting, sim, found)
+    return Planned(made, setting, any(map(_symbolic, (gm for _, gm in graphs))), sim, found)
 
 
 def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> Found:

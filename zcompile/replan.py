@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zcompile import comm, machine, planning
 from zcompile.dump import Dump
+from zcompile.errors import ZeroError
 from zcompile.measure import Marks, Run, mean, operations, timeline
 from zcompile.schedule.step import Step
 
@@ -38,15 +39,25 @@ class Replan:
     done: bool = False
     runs: dict[int, Run] = field(default_factory=dict)
 
-    def run(self, direction: str, run_graph: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """Run a graph, measured if its time has come."""
-        graph = self.planned.plan.graphs[0].direction != direction
-        if self.done or self.steps < self.after or (graph and 0 not in self.runs):
-            self.steps += graph
+    def ready(self, direction: str) -> bool:
+        """Whether this rank would measure its next run. It does where all ranks would."""
+        begun = direction == planning.STEP[0] or 0 in self.runs
+        return not self.done and self.steps >= self.after and begun
+
+    def run(
+        self,
+        direction: str,
+        run_graph: Callable[[list[Any]], Any],
+        args: list[Any],
+        measured: bool,
+    ) -> Any:
+        graph = planning.STEP.index(direction)
+        self.steps += graph
+        if not measured:
             return run_graph(args)
         with Marks() as marks:
             result = run_graph(args)
-        self.runs[int(graph)] = marks.run()
+        self.runs[graph] = marks.run()
         if graph:
             self.done = True
             self._plan_again()
@@ -55,8 +66,12 @@ class Replan:
     def _plan_again(self) -> None:
         found, sim = self.planned.found, self.planned.sim
         everyone = self._exchange()
-        runs = {graph: mean([each[graph] for each in everyone]) for graph in self.runs}
-        measured = operations(sim, found.schedule, runs)
+        try:
+            runs = {graph: mean([each[graph] for each in everyone]) for graph in self.runs}
+            measured = operations(sim, found.schedule, runs)
+        except ZeroError as error:  # the model has collectives of its own
+            log.info("not planned again: %s", error)
+            return
         took = sum(run.seconds for run in runs.values())
         mark = sim.step.fingerprint
         setting = replace(self.planned.setting, measured={mark: measured})

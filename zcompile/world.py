@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +96,10 @@ def _group(
     control = Control(name, members, rank, options.check_timeout) if options.check else None
     if control is not None:
         control.guard(pg)
-    link = shared.connect(rank, lambda value: _everyone(value, pg), control)[0] if near else None
+    link = None
+    # Without a Control nothing would tell a run from an earlier one that an exception ended.
+    if near and control is not None and sys.platform == "linux":
+        link = shared.connect(rank, lambda value: _everyone(value, pg), control)[0]
     return comm.register(
         comm.Group(name, rank, len(members), pg, native, control, pg.group_name, link)
     )

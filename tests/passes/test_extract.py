@@ -173,7 +173,7 @@ def test_a_reduction():
     assert step(gm, world=3).reductions == (
         Reduction(
             "a", 0, "reduce-scatter", 1, 3, bytes=40, sent=40 * 2 // 3, dtype="float32",
-            grad_bytes=40, result_bytes=-(-40 // 3), mergeable=f"{kinds[0]} {dtypes}",
+            grad_bytes=40, result_bytes=2 * 2 * 4, mergeable=f"{kinds[0]} {dtypes}",
         ),
         Reduction(
             "b", 0, "all-reduce", 3, 3, bytes=40, sent=2 * 40 * 2 // 3, dtype="float32",
@@ -258,8 +258,8 @@ def test_parameters_at_rest():
     wa = g.unshard(g.shard("a", 5, 4), 5, BF16, of="layer.a")
     y = g.call(aten.add.Tensor, g.mm(g.call(aten._to_copy.default, x), g.neg(wa)), g.replicate(p))
     assert step(g.out(y), world=3).parameters == (
-        # A third of 20 elements, rounded up, in the shard's own dtype: the same on every rank.
-        Owned("layer.a", (5, 4), "bfloat16", bytes=40, shard_bytes=7 * 4, sharded=True),
+        # The largest shard, two of five rows, in its own dtype: the same on every rank.
+        Owned("layer.a", (5, 4), "bfloat16", bytes=40, shard_bytes=2 * 4 * 4, sharded=True),
         Owned("p", (4,), "float32", bytes=16, shard_bytes=16, sharded=False),
     )
 

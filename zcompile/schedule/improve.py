@@ -127,8 +127,8 @@ class Improver:
                     for tried in _inserted(others, place):
                         took = self._seconds(Schedule(tuple(tried), kept))
                         faster = took < seconds * (1 - EQUAL)
-                        gain = (_flight(best) - _flight(place)) * (1 if short else -1)
-                        if not faster and (took > seconds * (1 + ROUNDING) or gain <= 0):
+                        gain = _taste(place, short) > _taste(best, short)
+                        if not faster and (took > seconds * (1 + ROUNDING) or not gain):
                             continue
                         if self._fits(place, rest, kept):
                             best, found, seconds = place, tried, took
@@ -141,7 +141,7 @@ class Improver:
     def _places(
         self, bucket: Bucket, rest: np.ndarray | None, kept: frozenset[str]
     ) -> Iterator[Bucket]:
-        """Other places of one collective. rest: the memory of all others, for a gather's limit."""
+        """Other places of one collective. rest: the memory of all others, which limits them."""
         if bucket.kind == "all-gather":
             first = earliest(self.sim, bucket)
             if rest is not None:
@@ -153,8 +153,14 @@ class Improver:
                 yield bucket.at(issue=issue)
             return
         first, last = ready(self.sim, bucket), latest(self.sim, bucket)
+        held = self.sim.held(bucket, kept)
+        flight = sum(size for _, size, _, end in held if end == 2 * bucket.wait)
         for issue in spread(first, last, bucket.issue, self.positions):
-            for wait in sorted({issue, max(issue, bucket.wait), last}):
+            longest = last
+            if rest is not None:
+                full = (rest[2 * issue : 2 * last + 1] > self.roof - flight).nonzero()[0]
+                longest = max(issue + (int(full[0]) - 1) // 2, issue) if full.size else last
+            for wait in sorted({issue, max(issue, bucket.wait), max(longest - 1, issue), longest}):
                 yield bucket.at(issue=issue, wait=wait)
         for wait in spread(bucket.issue, last, bucket.wait, self.positions):
             yield bucket.at(wait=wait)
@@ -257,6 +263,11 @@ def _inserted(row: Row, bucket: Bucket) -> Iterator[Row]:
     low = bisect_left(row, when(bucket), key=when)
     if low < high:
         yield [*row[:low], bucket, *row[low:]]
+
+
+def _taste(bucket: Bucket, short: bool) -> tuple[int, int]:
+    """Of equally good places the one with the larger figures is taken."""
+    return (-_flight(bucket) if short else _flight(bucket)), bucket.issue
 
 
 def _flight(bucket: Bucket) -> int:

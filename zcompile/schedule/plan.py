@@ -11,6 +11,7 @@ first, in the order of the rows, then what is awaited.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,8 +181,10 @@ class Plan:
 
 
 def lines(direction: str, rows: Sequence[Collective]) -> list[str]:
-    """What ranks compare before a graph runs."""
-    return [f"{direction} graph", *(row.line() for row in rows)]
+    """What ranks compare before a graph runs. The last says what travels, however it is merged."""
+    single = sorted(f"{row.kind} {name}" for row in rows for name in row.parameters)
+    digest = hashlib.sha256("\n".join(single).encode()).hexdigest()[:16]
+    return [f"{direction} graph", *(row.line() for row in rows), f"all of it: {digest}"]
 
 
 _ROWS = {"graphs": Graph, "parameters": Parameter, "collectives": Collective}
