@@ -1,7 +1,7 @@
 """How long a dry run of a model takes that no machine here could hold, and how much memory.
 
     python -m benchmarks.plans turing-nlg
-    python -m benchmarks.plans one-trillion --engine eager
+    python -m benchmarks.plans one-trillion --engine eager -o plan.json
 
 The models are on `meta`, the world is on paper, and everything happens in this one process.
 """
@@ -12,12 +12,13 @@ import argparse
 import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from examples.gpt import GPT, GPTConfig
-from zcompile.dry_run import trace
+from zcompile import plan
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,39 @@ def main() -> None:
     parser.add_argument("model", choices=DRY)
     parser.add_argument("--engine", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
+    parser.add_argument("--device", default="h100")
+    parser.add_argument("-o", "--output", help="write the plan's JSON here, for zcompile show")
     chosen = parser.parse_args()
     model, inputs = build(chosen.model)
     world = DRY[chosen.model].world
     options = {"engine": chosen.engine, "stage": chosen.stage, "param_dtype": "bf16"}
     wall, cpu = time.perf_counter(), time.process_time()
-    ((forward, backward),) = trace(model, inputs, world_size=world, options=options)
+    made = plan(model, inputs, world_size=world, device=chosen.device, options=options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    assert backward is not None
-    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    psi = sum(p.numel() for p in model.parameters())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB -> GiB
-    print(f"{chosen.model}: {billions:.1f}B parameters, {world} ranks, stage {chosen.stage}")
-    print(f"forward {len(forward.graph.nodes)} nodes, backward {len(backward.graph.nodes)}")
-    print(f"traced in {wall:.1f} s ({cpu:.1f} s of one core), peak {peak:.2f} GiB of memory")
+    timeline = made.timeline
+    assert timeline is not None
+    print(f"{chosen.model}: {psi / 1e9:.1f}B parameters, {world} ranks, stage {chosen.stage}")
+    nodes = ", ".join(f"{g.direction} {len(g.nodes)} operations" for g in made.graphs)
+    print(f"{nodes}; {len(made.collectives)} collectives")
+    print(f"planned in {wall:.1f} s ({cpu:.1f} s of one core), peak {peak:.2f} GiB of memory")
+    # fp32 shards, their gradients and Adam's two moments: 16 bytes per parameter in all.
+    rest = 4 * sum(p.shard_bytes for p in made.parameters)
+    print(f"at rest {rest / 1e9:.3f} GB per rank, {rest / (16 * psi / world):.4f} of 16 psi / N")
+    share = psi * (world - 1) / world
+    gathers = (2 if chosen.stage == 3 else 1) * 2 * share
+    print(
+        f"sent {made.sent('all-gather') / 1e9:.3f} GB in gathers, "
+        f"{made.sent('all-gather') / gathers:.4f} of the formula; "
+        f"{made.sent('reduce-scatter') / 1e9:.3f} GB in reductions"
+    )
+    print(
+        f"step {timeline.seconds * 1e3:.1f} ms, bound {timeline.bound_seconds * 1e3:.1f} ms, "
+        f"peak {timeline.peak_bytes / 1e9:.2f} GB"
+    )
+    if chosen.output:
+        Path(chosen.output).write_text(made.to_json())
 
 
 if __name__ == "__main__":

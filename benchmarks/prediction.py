@@ -3,10 +3,10 @@
     python benchmarks/prediction.py --size small --points 5
     python benchmarks/prediction.py --size gpt2 --points 4 --peers fsdp2,fsdp2-zero2,ddp
 
-Two gloo ranks of one thread each. Stages 1, 2 and 3 and budgets between the leanest peak and that of
-stage 2 are trained in turn. Of each: the median time of forward and backward (the slower rank's),
-and the peak of live bytes within them, from every allocation and release that torch's allocator
-reports (not resident memory). Beside it stands what the simulator says of the same plan when the
+Two gloo ranks of one thread each. Stages 1, 2 and 3 and budgets between the leanest peak and that
+of stage 2 are trained in turn. Of each: the median time of forward and backward (the slower
+rank's), and the peak of live bytes within them, from every allocation and release that torch's
+allocator reports (not resident memory). Beside it stands what the simulator says of the same plan when the
 times of single operations and of the link are those that were measured under stage 3: a prediction
 for all the others. Peers are measured alike; they have no plan.
 

@@ -35,13 +35,12 @@ def whole(value: Any) -> Any:
 
 
 def options(stage: int, **more: Any) -> dict[str, Any]:
-    """Options under which even tiny parameters are sharded and several buckets exist."""
+    """Options under which even tiny parameters are sharded."""
     return {
         "stage": stage,
         "engine": "eager",
         "persistence_threshold": 8,
         "calibrate": False,
-        "bucket_bytes": 2048,
         **more,
     }
 

@@ -31,7 +31,6 @@ def loss(model, seed):
 def planned(**more):
     """Options under which the planner plans, not the two rules."""
     opts = options(3, **more)
-    del opts["bucket_bytes"]
     return opts
 
 

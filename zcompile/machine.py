@@ -56,7 +56,8 @@ def learn(group: comm.Group, device: torch.device, options: Options, model: Sequ
     before = _machines.get(group.name)
     measured = dict(before.measured) if before is not None else {}
     key = None
-    if options.calibrate:
+    on_paper = group.pg is None and group.world > 1
+    if options.calibrate and not on_paper:
         where = (group.name, str(device))
         if where not in _calibrations:
             _calibrations[where] = calibrate(group, device)

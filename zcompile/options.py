@@ -121,7 +121,8 @@ class Options(BaseModel):
     primitive: Literal["auto", "p2p", "native"] = Field(
         "auto",
         description="What carries a collective: point-to-point messages straight into place, the "
-        "backend's own all-gather and reduce-scatter, or the faster of both for the group.",
+        "backend's own all-gather and reduce-scatter, or (auto) what suits the group: on gloo "
+        "reads of each other's memory on one host, else messages; elsewhere the backend's own.",
     )
     cast_inputs: bool = Field(
         True, description="With param_dtype, cast floating inputs of the model to it."

@@ -27,7 +27,7 @@ CATEGORIES = (
     "activations",  # everything else the graphs compute
     "gathered",  # whole parameters
     "communication",  # send and receive buffers of collectives in flight
-    "workspace",  # what one operation needs while it runs
+    "workspace",  # what one operation needs while it runs; nothing fills it yet
 )
 
 # Lanes of a timeline. Those after compute carry transfers.

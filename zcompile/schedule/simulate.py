@@ -317,14 +317,21 @@ class Simulator:
         for act in acts:
             place, index = divmod(act, count)
             until = clock[(place >> 1) % length]
-            if until > done:
-                now, done = _work(now, until - done, free, share), until
             issue, wire, finish = prices[index]
-            if place & 1:
-                now = _work(max(now, ends[index]), finish, free, share)
+            work = finish if place & 1 else issue
+            if share:
+                now = _work(now, until - done, free, share)
+                if place & 1 and ends[index] > now:
+                    now = ends[index]
+                now = _work(now, work, free, share)
             else:
-                now = _work(now, issue, free, share)
-                ends[index] = free = max(now, free) + wire
+                now += until - done
+                if place & 1 and ends[index] > now:
+                    now = ends[index]
+                now += work
+            done = until
+            if not place & 1:
+                ends[index] = free = (now if now > free else free) + wire
         return _work(now, clock[-1] - done, free, share)
 
     def reached(self, replay: Replay) -> np.ndarray:
