@@ -6,8 +6,8 @@
 Two gloo ranks of one thread each. Stages 1, 2 and 3 and budgets between the leanest peak and that
 of stage 2 are trained in turn. Of each: the median time of forward and backward (the slower
 rank's), and the peak of live bytes within them, from every allocation and release that torch's
-allocator reports (not resident memory). Beside it stands what the simulator says of the same plan when the
-times of single operations and of the link are those that were measured under stage 3: a prediction
+allocator reports (not resident memory). Beside it stands what the simulator says of the same plan
+when the times of single operations and of the link are those measured under stage 3: a prediction
 for all the others. Peers are measured alike; they have no plan.
 
 Writes benchmarks/results/prediction-<size>.json and .html (a plot: time over memory).
