@@ -18,6 +18,8 @@ def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
     Compiled wrappers do not count. Found among all live modules: the backend is handed tensors,
     never the model.
     """
+    if not params:
+        return []
     wanted = {id(p) for p in params}
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     modules = [
