@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zcompile.collectives import all_reduce_bytes, wire_dtype
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
-from zcompile.layout import chunk_rows
+from zcompile.layout import chunk_rows, largest_shard
 from zcompile.passes.graph import hint, is_view, size_of, trivial_source
 from zcompile.schedule.step import Gather, Op, Owned, Reduction, Step
 
@@ -64,7 +64,6 @@ class _Storage:
     first: int
     last: int
     held: bool = False
-    category: str = "activations"
 
 
 def operations(gm: fx.GraphModule) -> list[fx.Node]:
@@ -336,7 +335,7 @@ class _Reader:
     def step(self) -> Step:
         self._reuse()
         length = len(self.ops)
-        live = {name: _curve(self.storages, name, length) for name in ("activations",)}
+        live = {"activations": _curve(self.storages, length)}
         print_ = hashlib.sha256("\n".join([str(self.world), *self.text]).encode()).hexdigest()
         return Step(
             world=self.world,
@@ -369,12 +368,12 @@ def _leaves(where: Any) -> frozenset[Any]:
     return frozenset((where,))
 
 
-def _curve(storages: Sequence[_Storage], category: str, length: int) -> tuple[int, ...]:
+def _curve(storages: Sequence[_Storage], length: int) -> tuple[int, ...]:
     """Bytes alive on each slot, see Step."""
     slots = 2 * length + 1
     change = [0] * (slots + 2)
     for s in storages:
-        if s.category == category and s.bytes:
+        if s.bytes:
             change[s.first] += s.bytes
             change[min(s.last, slots) + 1] -= s.bytes
     return tuple(itertools.accumulate(change[:slots]))
@@ -453,8 +452,7 @@ def _sent(value: torch.Tensor, dtype: Any, world: int, native: bool) -> int:
 
 def _largest_shard(value: torch.Tensor, world: int) -> int:
     """Elements."""
-    rows, *rest = (hint(n) for n in value.shape)
-    return chunk_rows(rows, world) * math.prod(rest)
+    return largest_shard([hint(n) for n in value.shape], world)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -457,9 +457,7 @@ def _everyone(group: comm.Group, value: Any) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
     if group.world == 1:
         return [value]
-    every: list[Any] = [None] * group.world
-    dist.all_gather_object(every, value, group=_talk(group))
-    return every
+    return comm.everyone(value, _talk(group))
 
 
 def of_rank_0(group: comm.Group, value: Any) -> Any:

@@ -171,6 +171,13 @@ def all_reduce_start(flat: torch.Tensor, group: Group, key: str) -> None:
     _in_flight[group.name, key] = works
 
 
+def everyone(value: Any, pg: dist.ProcessGroup) -> list[Any]:
+    """Every rank's value, in rank order, on every rank. value: can be pickled."""
+    values: list[Any] = [None] * pg.size()
+    dist.all_gather_object(values, value, group=pg)
+    return values
+
+
 def broadcast(tensor: torch.Tensor, group: Group) -> None:
     """Rank 0's values on every rank, in place. tensor: contiguous.
 

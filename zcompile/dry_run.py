@@ -13,7 +13,6 @@ ends the process that makes one.)
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -36,7 +35,6 @@ from zcompile._torch import (
     without_garbage_collection,
 )
 from zcompile.errors import ZeroError, ZeroWarning
-from zcompile.layout import chunk_rows
 from zcompile.options import Options
 from zcompile.parameter import ParamSpec, unsharded
 from zcompile.passes import Partition, verify
@@ -124,8 +122,7 @@ def _at_rest(model: nn.Module, options: Options, group: comm.Group, optimizer_by
     shards = state = 0
     for name, param in model.named_parameters():
         spec = spec_of(name, param, options, group.name)
-        rows = chunk_rows(param.shape[0], group.world) if spec.sharded else 1
-        elements = rows * math.prod(param.shape[1:] if spec.sharded else param.shape)
+        elements = machine.held_elements(spec, group.world)
         shards += elements * param.element_size()
         state += elements * optimizer_bytes if param.requires_grad else 0
     return AtRest(shards, state)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 
 def chunk_rows(rows: int, world: int) -> int:
     """Rows of the largest shard: ceil(rows / world)."""
     return -(-rows // world)
+
+
+def largest_shard(shape: Sequence[int], world: int) -> int:
+    """Elements of the largest shard of a tensor of `shape`: the same on every rank."""
+    return chunk_rows(shape[0], world) * math.prod(shape[1:])
 
 
 def owned_rows(rows: int, world: int, rank: int) -> tuple[int, int]:

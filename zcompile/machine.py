@@ -20,10 +20,10 @@ import torch.distributed as dist
 from zcompile import cache, comm
 from zcompile.calibrate import Calibration, calibrate, hosts, of_rank_0
 from zcompile.control import fingerprint
-from zcompile.layout import chunk_rows
+from zcompile.layout import largest_shard
 from zcompile.options import Options
 from zcompile.owners import live_optimizers, outermost_owners
-from zcompile.parameter import ZeroParameter
+from zcompile.parameter import ParamSpec, ZeroParameter
 from zcompile.schedule.costs import Costs
 from zcompile.schedule.devices import device as published
 from zcompile.schedule.links import default_link
@@ -130,10 +130,7 @@ def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
     owned = {id(p): p for p in params}
     for root in outermost_owners(params):
         owned.update((id(p), p) for p in root.parameters() if type(p) is ZeroParameter)
-    sizes = {
-        key: _held(p.spec.shape, p.dtype.itemsize, p.spec.sharded, group)
-        for key, p in owned.items()
-    }
+    sizes = {key: held_elements(p.spec, group.world) * p.dtype.itemsize for key, p in owned.items()}
     state = 0
     for optimizer in live_optimizers():
         for param_group in optimizer.param_groups:
@@ -144,10 +141,9 @@ def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
     return AtRest(parameters=sum(sizes.values()), optimizer=state)
 
 
-def _held(shape: tuple[int, ...], itemsize: int, sharded: bool, group: comm.Group) -> int:
-    """The same on every rank: the largest shard."""
-    rows = chunk_rows(shape[0], group.world) if sharded else 1
-    return rows * math.prod(shape[1:] if sharded else shape) * itemsize
+def held_elements(spec: ParamSpec, world: int) -> int:
+    """Elements of a parameter that a rank counts as its own: the same on every rank."""
+    return largest_shard(spec.shape, world) if spec.sharded else math.prod(spec.shape)
 
 
 def _copies(optimizer: Any, param: Any, group: Mapping[str, Any]) -> float:

@@ -157,7 +157,7 @@ def timeline(sim: Simulator, schedule: Schedule, runs: Mapping[int, Run]) -> Tim
         for (kind, index, position), mark in zip(order, run.marks, strict=True):
             begin, end = offset + mark.begin, offset + mark.end
             if position > at:
-                events.append(_compute(sim, direction, at, position, since, begin))
+                events.append(sim.compute_event(at, position, since, begin))
             at, since = position, end
             key, lane = keys[index], KINDS[schedule.buckets[index].kind]
             events.append(Event("compute", kind, f"{kind} {key}", direction, begin, end, key))
@@ -169,7 +169,7 @@ def timeline(sim: Simulator, schedule: Schedule, runs: Mapping[int, Run]) -> Tim
                 events.append(Event(lane, "transfer", f"transfer {key}", direction, *span, key))
         offset += run.seconds
         if sim.step.ends[graph] > at:
-            events.append(_compute(sim, direction, at, sim.step.ends[graph], since, offset))
+            events.append(sim.compute_event(at, sim.step.ends[graph], since, offset))
     compute = sum(e.end - e.start for e in events if e.kind == "compute")
     known = sim.timeline(schedule)
     return Timeline(
@@ -186,10 +186,3 @@ def timeline(sim: Simulator, schedule: Schedule, runs: Mapping[int, Run]) -> Tim
         events=tuple(events),
         memory=Memory((), {}),
     )
-
-
-def _compute(sim: Simulator, graph: str, at: int, position: int, begin: float, end: float) -> Event:
-    name = sim.step.ops[at].name
-    if position - at > 1:
-        name += f" .. {sim.step.ops[position - 1].name}"
-    return Event("compute", "compute", name, graph, begin, end)

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from zcompile import comm, machine, planning
 from zcompile.dump import Dump
 from zcompile.errors import ZeroError
@@ -65,7 +63,8 @@ class Replan:
 
     def _plan_again(self) -> None:
         found, sim = self.planned.found, self.planned.sim
-        everyone = self._exchange()
+        assert self.group.control is not None
+        everyone = comm.everyone(self.runs, self.group.control.group)
         try:
             runs = {graph: mean([each[graph] for each in everyone]) for graph in self.runs}
             measured = operations(sim, found.schedule, runs)
@@ -100,9 +99,3 @@ class Replan:
                 notes=(*self.planned.plan.notes, text),
             )
             self.dump.plan(seen, "measured")
-
-    def _exchange(self) -> list[dict[int, Run]]:
-        everyone: list[Any] = [None] * self.group.world
-        assert self.group.control is not None
-        dist.all_gather_object(everyone, self.runs, group=self.group.control.group)
-        return everyone

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,16 +98,10 @@ def _group(
     link = None
     # Without a Control nothing would tell a run from an earlier one that an exception ended.
     if near and control is not None and sys.platform == "linux":
-        link = shared.connect(rank, lambda value: _everyone(value, pg), control)[0]
+        link = shared.connect(rank, lambda value: comm.everyone(value, pg), control)[0]
     return comm.register(
         comm.Group(name, rank, len(members), pg, native, control, pg.group_name, link)
     )
-
-
-def _everyone(value: Any, pg: dist.ProcessGroup) -> list[Any]:
-    values: list[Any] = [None] * pg.size()
-    dist.all_gather_object(values, value, group=pg)
-    return values
 
 
 def agree(mesh: DeviceMesh, line: str) -> None:

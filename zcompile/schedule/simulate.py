@@ -277,7 +277,7 @@ class Simulator:
             if work:
                 begin, now = now, _work(now, work, free, share)
                 if record is not None:
-                    self._record_compute(record, at, position, begin, now)
+                    record.append(self.compute_event(at, position, begin, now))
             at, before = position, now
             issues, waits = acts[place]
             for index in issues:
@@ -346,14 +346,13 @@ class Simulator:
         since = self.clock - self.clock[positions[last]]
         return np.asarray(behind[last] + since * pace[last])
 
-    def _record_compute(
-        self, record: list[Event], at: int, position: int, begin: float, end: float
-    ) -> None:
+    def compute_event(self, at: int, position: int, begin: float, end: float) -> Event:
+        """The operations from one position up to another, on the compute lane."""
         graph = self.step.graph_of(at)
         names = self.step.ops[at].name
         if position - at > 1:
             names += f" .. {self.step.ops[position - 1].name}"
-        record.append(Event("compute", "compute", names, self.step.directions[graph], begin, end))
+        return Event("compute", "compute", names, self.step.directions[graph], begin, end)
 
     def _record(
         self, record: list[Event], bucket: Bucket, key: str, kind: str, begin: float, end: float
