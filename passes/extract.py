@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from zcompile._torch import OpOverload
 from zcompile.collectives import all_reduce_bytes, wire_dtype
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.layout import chunk_rows, largest_shard
@@ -398,7 +399,7 @@ def _stored(gm: fx.GraphModule) -> set[fx.Node]:
 
 def _is_fused(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
 

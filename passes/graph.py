@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile._torch import enclosing_fake_mode, make_fx, select_decomp_table
+from zcompile._torch import OpOverload, enclosing_fake_mode, make_fx, select_decomp_table
 
 
 def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
@@ -31,7 +31,7 @@ def is_view(node: fx.Node, of: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True
     schema = node.target._schema
     results = [r.alias_info for r in schema.returns if r.alias_info is not None]

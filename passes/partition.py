@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from zcompile._torch import HigherOrderOperator, set_grad_enabled
 from zcompile.dialect import REPLICATE, UNSHARD
 from zcompile.errors import GraphError
 
@@ -47,7 +48,7 @@ class Partition:
         kept: dict[tuple[Any, ...], fx.Node] = {}
         grad_mode = True
         for node in list(gm.graph.nodes):
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 grad_mode = node.args[0]
             if not is_read(node):
                 continue
@@ -75,7 +76,7 @@ class Partition:
             if not isinstance(module, fx.GraphModule):
                 continue
             for node in module.graph.nodes:
-                if not isinstance(node.target, torch._ops.HigherOrderOperator):
+                if not isinstance(node.target, HigherOrderOperator):
                     continue
                 if node.target.name() not in RUNS_ONCE and any(map(_reads, _bodies(module, node))):
                     raise BranchError(

@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from zcompile.collectives import wire_dtype
 from zcompile.dialect import (
     ALL_REDUCE_FINISH,
     ALL_REDUCE_GRAD,
@@ -36,6 +35,7 @@ from zcompile.dialect import (
     REDUCE_START,
     UNSHARD,
     WAIT,
+    received_like,
 )
 from zcompile.errors import PlanError
 from zcompile.passes.extract import operations
@@ -216,10 +216,9 @@ def _travels_as(node: fx.Node) -> str:
 
 def _received(node: fx.Node, world: int) -> Any:
     """What the other ranks send of one gradient: their parts of the rows that this rank owns."""
-    grad, result = node.args[0], node.meta["val"]
+    grad = node.args[0]
     assert isinstance(grad, fx.Node)
-    dtype = wire_dtype(grad.meta["val"].dtype, node.args[2])
-    return result.new_empty((world - 1, *result.shape), dtype=dtype)
+    return received_like(grad.meta["val"], node.meta["val"].shape[0], node.args[2], world)
 
 
 def _is_impure(node: fx.Node) -> bool:

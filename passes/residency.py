@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zcompile._torch import OpOverload
 from zcompile.dialect import REPLICATE, UNSHARD
 from zcompile.passes.graph import calls
 
@@ -54,7 +55,7 @@ def _tag(node: fx.Node, policy: CheckpointPolicy) -> None:
 
 def _computed_from(node: fx.Node, sources: set[fx.Node]) -> bool:
     """Whether a node depends on nothing but `sources`, and gives the same when run again."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node.target.namespace == "zero" or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False

@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from zcompile._torch import OpOverload
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.passes.extract import flops
 from zcompile.passes.graph import aliases, calls, is_view, size_of
@@ -46,7 +47,7 @@ class Sink:
 def _moves(node: fx.Node) -> bool:
     """Whether a node is large, gives the same wherever it stands, and has memory of its own."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     if target.namespace == "zero" or target._schema.is_mutable or node.is_impure():
         return False

@@ -15,6 +15,7 @@
 | FakeStore, register_process_group | a dumped graph runs alone |
 | FakeTensorMode, unset_fake_temporarily | tracing a model that has shapes and no values |
 | DTensorSpec, TensorMeta | a DTensor around a local shard, with no communication |
+| OpOverload, HigherOrderOperator, set_grad_enabled | what a node of a graph calls |
 | make_fx, select_decomp_table | tracing arithmetic into a graph as Inductor expects it |
 """
 
@@ -39,6 +40,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -52,6 +54,8 @@ __all__ = [
     "DTensorSpec",
     "FakeStore",
     "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
     "OptimizeContext",
     "OptimizedModule",
     "TensorMeta",
@@ -74,6 +78,7 @@ __all__ = [
     "register_process_group",
     "saved_tensors_first",
     "select_decomp_table",
+    "set_grad_enabled",
     "shortened",
     "unset_fake_temporarily",
     "without_autograd_cache",
@@ -86,6 +91,7 @@ _COMPILES_IN = "torch._dynamo.convert_frame"
 COMPILER_CONTROL_FLOW = (RestartAnalysis, SkipFrame)
 
 disable_dynamo = torch._dynamo.disable
+set_grad_enabled = torch._C._set_grad_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 

@@ -132,7 +132,7 @@ class Build:
     plan: Plan | None = None
     replan: Replan | None = None
 
-    def passes(self, rows: tuple[Collective, ...]) -> list[Pass]:
+    def passes(self, rows: Rows) -> list[Pass]:
         """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
         assert self.group is not None
         world, rank, native = self.group.world, self.group.rank, self.group.native
@@ -183,10 +183,9 @@ class Build:
         known = planned.sim.step.fingerprint in setting.measured
         by_hand = setting.given is not None or setting.by_rule
         on_host = all(p.device.type == "cpu" for p in self.params)
-        sized = planned.symbolic
         if self.group is None or self.group.control is None or known or by_hand or not on_host:
             return None
-        if self.options.replan_after == 0 or self.code is None or sized:
+        if self.options.replan_after == 0 or self.code is None or planned.symbolic:
             return None
         forget = partial(forget_compiled, self.code)
         after, gain = self.options.replan_after, self.options.replan_gain
@@ -195,9 +194,7 @@ class Build:
     def title(self) -> str:
         return self.dump.folder.name if self.dump else "graph"
 
-    def schedule(
-        self, gm: fx.GraphModule, direction: str
-    ) -> tuple[fx.GraphModule, tuple[Collective, ...]]:
+    def schedule(self, gm: fx.GraphModule, direction: str) -> tuple[fx.GraphModule, Rows]:
         """Passes of a forward, backward or inference graph, and its rows of the plan."""
         if self.group is None:
             return gm, ()

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from zcompile import collectives, comm
 from zcompile.control import fingerprint
-from zcompile.layout import owned_rows
 
 LIBRARY = torch.library.Library("zero", "DEF")
 
@@ -199,14 +198,17 @@ def _reduce_start(
 @_fake("reduce_start")
 def _(grads: list[Tensor], reduce_dtype: torch.dtype, group: str, *_: Any) -> list[Tensor]:
     where = comm.find(group)
-    return [received_like(grad, reduce_dtype, where.world, where.rank) for grad in grads]
+    received = []
+    for grad in grads:
+        first, last = where.owned(int(grad.shape[0]))
+        received.append(received_like(grad, last - first, reduce_dtype, where.world))
+    return received
 
 
-def received_like(grad: Tensor, reduce_dtype: torch.dtype, world: int, rank: int) -> Tensor:
-    """An empty buffer for the other ranks' parts of a gradient's rows that `rank` owns."""
-    first, last = owned_rows(int(grad.shape[0]), world, rank)
+def received_like(grad: Tensor, rows: int, reduce_dtype: torch.dtype, world: int) -> Tensor:
+    """An empty buffer for the other ranks' parts of the `rows` of a gradient that a rank owns."""
     dtype = collectives.wire_dtype(grad.dtype, reduce_dtype)
-    return grad.new_empty((world - 1, last - first, *grad.shape[1:]), dtype=dtype)
+    return grad.new_empty((world - 1, rows, *grad.shape[1:]), dtype=dtype)
 
 
 @_implement("reduce_finish")

@@ -162,6 +162,7 @@ class Link:
         self.sockets = {rank: end for rank, (_, end) in peers.items()}
         self.closed: set[int] = set()
         self._outbox: dict[int, deque[bytes]] = {rank: deque() for rank in peers}
+        self._full: set[int] = set()  # whose sockets take no more for now
         self._rank_of = {end.fileno(): rank for rank, end in self.sockets.items()}
         self._poll = select.poll()
         for end in self.sockets.values():
