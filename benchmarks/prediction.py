@@ -8,7 +8,8 @@ of stage 2 are trained in turn. Of each: the median time of forward and backward
 rank's), and the peak of live bytes within them, from every allocation and release that torch's
 allocator reports (not resident memory). Beside it stands what the simulator says of the same plan
 when the times of single operations and of the link are those measured under stage 3: a prediction
-for all the others. Peers are measured alike; they have no plan.
+for all the others. Peers are measured alike; they have no plan. With --rounds all of it is done
+again and medians are shown: a machine that slows down meanwhile favours none.
 
 Writes benchmarks/results/prediction-<size>.json and .html (a plot: time over memory).
 """
@@ -24,7 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--engine", default="inductor", choices=("inductor", "eager"))
     parser.add_argument("--points", type=int, default=4, help="budgets between both ends")
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=1, help="times everything is started anew")
     parser.add_argument("--peers", default="fsdp2,fsdp2-zero2,ddp")
     parser.add_argument("--plot-only", action="store_true", help="draw the recorded figures again")
     args = parser.parse_args()
@@ -81,9 +83,14 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rounds = [_round(args) for _ in range(args.rounds)]
+    return [_median(list(same)) for same in zip(*rounds, strict=True)]
+
+
+def _round(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ZCOMPILE_CACHE"] = folder
-        os.environ["OMP_NUM_THREADS"] = "1"
         run = lambda name, options: _spawn(folder, name, options, args)
         rows = [run("stage 3", {"stage": 3, "replan_gain": 9.0})]
         rows.append(run("stage 2", {"stage": 2, "replan_after": 0}))
@@ -95,6 +102,17 @@ def measure(args: argparse.Namespace) -> list[Row]:
         rows.append(run("stage 1", {"stage": 1, "replan_after": 0}))
         rows += [run(name, None) for name in args.peers.split(",") if name]
     return rows
+
+
+def _median(rows: list[Row]) -> Row:
+    """One row of the same system in several rounds: medians of times, the largest peak."""
+    predicted = [row.predicted_seconds for row in rows if row.predicted_seconds is not None]
+    return replace(
+        rows[0],
+        measured_seconds=statistics.median(row.measured_seconds for row in rows),
+        measured_peak=max(row.measured_peak for row in rows),
+        predicted_seconds=statistics.median(predicted) if predicted else None,
+    )
 
 
 def _spawn(folder: str, name: str, options: Any, args: argparse.Namespace) -> Row:

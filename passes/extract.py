@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from zcompile._torch import OpOverload
-from zcompile.collectives import all_reduce_bytes, wire_dtype
+from zcompile.collectives import all_reduce_bytes, mean_in_place, wire_dtype
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.layout import chunk_rows, largest_shard
 from zcompile.passes.graph import hint, is_view, size_of, trivial_source
@@ -250,6 +250,8 @@ class _Reader:
                 grad_bytes=size_of(grad),
                 result_bytes=held * dtype.itemsize,
                 mergeable=f"{node.target} {value.dtype} {dtype} {reduce_dtype}",
+                in_place=scatter and not self.native
+                and mean_in_place(self.world, wire, reduce_dtype, dtype),
             )
         )  # fmt: skip
         self.text.append(f"reduce {name} {_shape_text(grad)}")

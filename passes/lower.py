@@ -3,7 +3,7 @@
 | collective | p2p | native |
 |---|---|---|
 | gather | messages straight into the whole parameter | cat, all_gather_into_tensor, views |
-| reduce | messages of rows, then a local mean | pad, cat, reduce_scatter_tensor, mean |
+| reduce | messages of rows, mean of them and a rank's own | pad, cat, reduce_scatter_tensor, mean |
 | all-reduce | one flat all_reduce_ in place | one flat functional all_reduce |
 
 With one rank collectives vanish: a gather is a cast or nothing, and so is a reduction. The
@@ -26,6 +26,8 @@ from zcompile.dialect import (
     ALL_REDUCE_FINISH,
     ALL_REDUCE_START,
     GATHER_START,
+    MEAN,
+    MEAN_IN_PLACE,
     ORDER,
     REDUCE_FINISH,
     REDUCE_START,
@@ -34,7 +36,7 @@ from zcompile.dialect import (
     WAIT,
 )
 from zcompile.layout import owned_rows
-from zcompile.passes.graph import add, calls, fake_order, inline, is_view, item_users
+from zcompile.passes.graph import add, calls, fake_order, inline, is_view, item_users, items
 
 
 @dataclass(frozen=True)
@@ -149,17 +151,16 @@ class Lower:
         sent = received[0].args[0].args[0]
         results = item_users(node)
         news = []
+        wire = received[0].meta["val"].dtype
         with graph.inserting_before(node):
             add(graph, WAIT, (received, sent, group, key, order), None)
-            for grad, parts in zip(sent, received, strict=True):
-                rows = grad.meta["val"].shape[0]
-                first, last = owned_rows(rows, self.world, self.rank)
-
-                def mean(grad: Any, parts: Any, first: int = first, last: int = last) -> Any:
-                    own = grad[first:last]
-                    return collectives.mean_of_parts(own, parts, reduce_dtype, dtype)
-
-                news += inline(graph, mean, [grad, parts])
+            if collectives.mean_in_place(self.world, wire, reduce_dtype, dtype):
+                add(graph, MEAN_IN_PLACE, (received, sent, group), None)
+                news = [inline(graph, lambda parts: parts[0], [r])[0] for r in received]
+            else:
+                means = node.meta["val"]
+                mean = add(graph, MEAN, (sent, received, dtype, reduce_dtype, group), means)
+                news = items(graph, mean, means)
         _replace(graph, node, results, news)
 
     def _p2p_all_reduce_start(self, graph: fx.Graph, node: fx.Node, order: fx.Node) -> None:

@@ -197,6 +197,7 @@ class Said(logging.Handler):
 def replanned(rank, world, opts, steps):
     """-> what was said of planning again, and how many graphs were compiled."""
     machine._machines.clear()  # what another test measured in this process
+    machine._calibrations.clear()
     said, log = Said(), logging.getLogger("zcompile")
     log.addHandler(said)
     log.setLevel(logging.INFO)

@@ -169,6 +169,13 @@ def test_a_gradient_is_whole_until_it_is_awaited_and_a_part_of_its_mean_lives_on
     assert memory(sim, push(0, 2, 3)) == [0, 0, 8, 8, 12, 12, 16]
 
 
+def test_a_mean_lies_where_the_other_rank_s_part_was_received():
+    sim = simulator([1, 1, 1], [], [reduction("a", 1, 3, size=8, in_place=True)])
+    # 8 B whole, 4 B received, which become the mean.
+    assert memory(sim, push(0, 1, 1)) == [0, 0, 12, 4, 4, 4, 4]
+    assert memory(sim, push(0, 2, 3)) == [0, 0, 8, 8, 12, 12, 12]
+
+
 def test_a_gradient_that_is_cast_for_the_wire_is_there_twice():
     row = reduction("a", 0, 1, size=4, grad_bytes=8, result_bytes=4)
     sim = simulator([1], [], [row])

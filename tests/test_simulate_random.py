@@ -16,6 +16,7 @@ def case(seed):
     ends = (draw.randint(1, count - 1), count) if draw.random() < 0.7 else (count,)
     size = lambda: draw.choice([2, 4, 10, 12])
     gathers, reductions = [], []
+    in_place = seed % 2 == 1
     for graph, (begin, end) in enumerate(zip((0, *ends), ends)):
         for name in draw.sample("abc", draw.randint(0, 3)):
             first = draw.randint(begin, end - 1)
@@ -29,6 +30,7 @@ def case(seed):
             needed = draw.choice([end, draw.randint(ready, end)])
             kind = draw.choice(["reduce-scatter", "all-reduce"])
             more = {"size": size(), "grad_bytes": size(), "result_bytes": size()}
+            more["in_place"] = in_place and kind == "reduce-scatter"
             reductions.append(reduction(name, ready, needed, graph=graph, kind=kind, **more))
     sim = simulator(
         [draw.randint(0, 3) for _ in range(count)],
@@ -107,14 +109,15 @@ def counted(sim, schedule):
                 continue
             for row in members:
                 total += row.grad_bytes if 2 * row.ready <= slot <= 2 * bucket.wait else 0
-                total += row.result_bytes if awaited else 0
+                total += row.result_bytes if issued and (awaited or row.in_place) else 0
             if in_flight and step.world > 1:
                 if bucket.kind == "all-reduce":
                     total += whole
                 elif step.native:
                     total += whole + part
                 else:
-                    total += whole * (step.world - 1) // step.world
+                    means = sum(r.result_bytes for r in members if r.in_place)
+                    total += max(whole * (step.world - 1) // step.world - means, 0)
                     total += sum(r.bytes for r in members if r.bytes != r.grad_bytes)
         curve.append(total)
     return curve

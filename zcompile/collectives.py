@@ -12,7 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from zcompile import buffers
 from zcompile.layout import chunk_rows
+
+BLOCK = 2**18  # elements whose sum stays in a core's cache
 
 _c10d = torch.ops._c10d_functional
 Shape = Sequence[int]
@@ -100,18 +103,38 @@ def all_reduced(
 
 
 def mean_of_parts(
-    own: torch.Tensor, received: torch.Tensor, reduce_dtype: torch.dtype, dtype: torch.dtype
+    own: torch.Tensor,
+    received: torch.Tensor,
+    reduce_dtype: torch.dtype,
+    dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Average this rank's rows of a gradient with the other ranks' parts of them.
 
-    own: (rows, *rest); received: (world - 1, rows, *rest) -> (rows, *rest) in `dtype`.
-    Every part is widened to `reduce_dtype` before it is added, so parts may travel in a narrower
-    dtype without rounding the sum.
+    own: (rows, *rest); received: (world - 1, rows, *rest) -> (rows, *rest) in `dtype`, or `out`,
+    which may be the first of the parts. Every part is widened to `reduce_dtype` before it is added,
+    so parts may travel in a narrower dtype without rounding the sum. Block by block, so that a sum
+    is still in the cache when it is divided.
     """
-    total = own.to(reduce_dtype)
-    for index in range(received.shape[0]):
-        total = total + received[index].to(reduce_dtype)
-    return (total * (1.0 / (received.shape[0] + 1))).to(dtype)
+    if out is None:
+        out = buffers.empty(tuple(own.shape), own, dtype)
+    to, mine = out.view(-1), own.reshape(-1)
+    parts = [part.reshape(-1) for part in received]
+    for first in range(0, to.numel(), BLOCK):
+        here = slice(first, first + BLOCK)
+        into = to[here] if dtype == reduce_dtype else None
+        total = mine[here].to(reduce_dtype)
+        for part in parts:
+            total = torch.add(total, part[here], out=into)
+        torch.mul(total, 1.0 / (len(parts) + 1), out=to[here])
+    return out
+
+
+def mean_in_place(
+    world: int, wire: torch.dtype, reduce_dtype: torch.dtype, dtype: torch.dtype
+) -> bool:
+    """Whether a mean is written over what was received: of one other rank, without a cast."""
+    return world == 2 and wire == reduce_dtype == dtype
 
 
 def all_reduce_bytes(nbytes: int, world: int) -> int:

@@ -11,6 +11,7 @@ Two levels, each executable as it stands (a graph break, an eager region or a du
 | bucket | gather_start, wait_ | all-gather of several parameters, issued and awaited |
 | | reduce_start, reduce_finish | reduce-scatter of several gradients |
 | | all_reduce_start, all_reduce_finish | all-reduce of several gradients |
+| | mean, mean_ | what a reduce_finish computes once it has waited; mean_ of two ranks, in place |
 | | release | the gathered parameters of a bucket are not used below |
 
 `order` is a token that waits and all-reduces write and starts read, so that whatever compiles the
@@ -49,6 +50,9 @@ SCHEMAS = (
     "Tensor? order=None) -> Tensor[]",
     "reduce_finish(Tensor[] grads, Tensor[] received, ScalarType dtype, ScalarType reduce_dtype, "
     "str group, str key) -> Tensor[]",
+    "mean(Tensor[] grads, Tensor[] received, ScalarType dtype, ScalarType reduce_dtype, str group)"
+    " -> Tensor[]",
+    "mean_(Tensor(a!)[] received, Tensor[] grads, str group) -> ()",
     "all_reduce_start(Tensor[] grads, ScalarType reduce_dtype, str group, str key) -> Tensor",
     "all_reduce_finish(Tensor[] grads, Tensor flat, ScalarType dtype, str group, str key)"
     " -> Tensor[]",
@@ -220,8 +224,24 @@ def _reduce_finish(
     group: str,
     key: str,
 ) -> list[Tensor]:
+    comm.wait(comm.find(group), key)
+    return _mean(grads, received, dtype, reduce_dtype, group)
+
+
+@_fake("reduce_finish")
+def _(grads: list[Tensor], received: list[Tensor], dtype: torch.dtype, *_: Any) -> list[Tensor]:
+    return [parts.new_empty(parts.shape[1:], dtype=dtype) for parts in received]
+
+
+@_implement("mean")
+def _mean(
+    grads: list[Tensor],
+    received: list[Tensor],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    group: str,
+) -> list[Tensor]:
     where = comm.find(group)
-    comm.wait(where, key)
     means = []
     for grad, parts in zip(grads, received, strict=True):
         first, last = where.owned(grad.shape[0])
@@ -229,9 +249,23 @@ def _reduce_finish(
     return means
 
 
-@_fake("reduce_finish")
+@_fake("mean")
 def _(grads: list[Tensor], received: list[Tensor], dtype: torch.dtype, *_: Any) -> list[Tensor]:
     return [parts.new_empty(parts.shape[1:], dtype=dtype) for parts in received]
+
+
+@_implement("mean_")
+def _mean_in_place(received: list[Tensor], grads: list[Tensor], group: str) -> None:
+    where = comm.find(group)
+    for parts, grad in zip(received, grads, strict=True):
+        first, last = where.owned(grad.shape[0])
+        own, dtype = grad[first:last], parts.dtype
+        collectives.mean_of_parts(own, parts, dtype, dtype, out=parts[0])
+
+
+@_fake("mean_")
+def _(*_: Any) -> None:
+    return None
 
 
 @_implement("all_reduce_start")
@@ -328,6 +362,8 @@ GATHER_START = torch.ops.zero.gather_start.default
 WAIT = torch.ops.zero.wait_.default
 REDUCE_START = torch.ops.zero.reduce_start.default
 REDUCE_FINISH = torch.ops.zero.reduce_finish.default
+MEAN = torch.ops.zero.mean.default
+MEAN_IN_PLACE = torch.ops.zero.mean_.default
 ALL_REDUCE_START = torch.ops.zero.all_reduce_start.default
 ALL_REDUCE_FINISH = torch.ops.zero.all_reduce_finish.default
 ALL_REDUCE = torch.ops.zero.all_reduce_.default

@@ -32,8 +32,9 @@ from zcompile.schedule.step import Step
 
 Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of execution
 
-# A budget that was stated is there to be spent. Without one a plan may hold this much more than the
-# leanest peak, and a gain in time of less than that share is not worth any memory.
+# A budget that was stated is there to be spent. Without one a plan may hold SLACK more than the
+# leanest peak, and up to ALLOWANCE more where that saves more than THRIFT of its time.
+SLACK = 0.02
 ALLOWANCE = 0.1
 THRIFT = 0.01
 
@@ -243,15 +244,17 @@ def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> F
     if setting.budget is not None:
         return planner.plan(sim, setting.budget, may_keep=may_keep)
     lean = sim.replay(planner.lean(sim)).peak
-    limit = int(lean * (1 + ALLOWANCE))
-    if setting.free is not None and setting.free < limit:
-        limit = max(setting.free, lean)
+    most = int(lean * (1 + ALLOWANCE))
+    if setting.free is not None and setting.free < most:
+        most = max(setting.free, lean)
         if setting.free < lean:
             _warn(
                 f"the step needs {lean / 1e6:.0f} MB at its peak, and {setting.free / 1e6:.0f} MB "
                 "were free when the model was sharded; memory_budget=... refuses what does not fit"
             )
-    return planner.plan(sim, limit, thrift=THRIFT)
+    thrifty = planner.plan(sim, min(int(lean * (1 + SLACK)), most), thrift=THRIFT)
+    ample = planner.plan(sim, most, thrift=THRIFT)
+    return ample if ample.replay.seconds < thrifty.replay.seconds * (1 - THRIFT) else thrifty
 
 
 def _warn(text: str) -> None:

@@ -340,8 +340,18 @@ class _Rank(fx.Interpreter):
         self, grads: Any, received: Any, dtype: Any, reduce_dtype: Any, group: str, key: str
     ) -> list[Tensor]:
         self.fills.pop(key)()
+        return self.do_mean(grads, received, dtype, reduce_dtype, group)
+
+    def do_mean(
+        self, grads: Any, received: Any, dtype: Any, reduce_dtype: Any, group: str
+    ) -> list[Tensor]:
         own = [g[slice(*self.owned(g.shape[0]))] for g in grads]
         return [collectives.mean_of_parts(o, r, reduce_dtype, dtype) for o, r in zip(own, received)]
+
+    def do_mean_(self, received: Any, grads: Any, group: str) -> None:
+        for parts, grad in zip(received, grads):
+            own = grad[slice(*self.owned(grad.shape[0]))]
+            parts[0].copy_((own + parts[0]) / 2)
 
     def do_all_reduce_start(self, grads: Any, reduce_dtype: Any, group: str, key: str) -> Tensor:
         total = self.sum(collectives.flatten(grads, reduce_dtype))

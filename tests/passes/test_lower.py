@@ -148,21 +148,17 @@ def test_p2p():
     reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0', order)
     item_1: f32[2,2,2] = reduce_start[0]
     zero.wait_([item_1], [neg], 'g', 'reduce.0', order)
-    slice_1: f32[2,2] = aten.slice.Tensor(neg, 0, 0, 2)
-    select: f32[2,2] = aten.select.int(item_1, 0, 0)
-    add: f32[2,2] = aten.add.Tensor(slice_1, select)
-    select_1: f32[2,2] = aten.select.int(item_1, 0, 1)
-    add_1: f32[2,2] = aten.add.Tensor(add, select_1)
-    mul: f32[2,2] = aten.mul.Tensor(add_1, 0.3333333333333333)
+    mean = zero.mean([neg], [item_1], f32, f32, 'g')
+    item_4: f32[2,2] = mean[0]
     neg_1: f32[5,2] = aten.neg(x)
     view: f32[10] = aten.view(neg_1, [-1])
     clone: f32[10] = aten.clone(view)
     zero.all_reduce_(clone, 'g', 'all_reduce.0', order)
     zero.wait_([clone], [], 'g', 'all_reduce.0', order)
-    slice_2: f32[10] = aten.slice.Tensor(clone, 0, 0, 10)
-    view_1: f32[5,2] = aten.view(slice_2, [5,2])
-    mul_1: f32[5,2] = aten.mul.Tensor(view_1, 0.3333333333333333)
-    return [mm,mul,mul_1]
+    slice_1: f32[10] = aten.slice.Tensor(clone, 0, 0, 10)
+    view_1: f32[5,2] = aten.view(slice_1, [5,2])
+    mul: f32[5,2] = aten.mul.Tensor(view_1, 0.3333333333333333)
+    return [mm,item_4,mul]
     """,
     )
 
@@ -178,13 +174,9 @@ def test_p2p_bf16_on_the_wire_is_summed_in_fp32():
     reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0', order)
     item: bf16[1,2] = reduce_start[0]
     zero.wait_([item], [neg], 'g', 'reduce.0', order)
-    slice_1: bf16[2] = aten.slice.Tensor(neg, 0, 0, 2)
-    convert_element_type: f32[2] = prims.convert_element_type(slice_1, f32)
-    select: bf16[2] = aten.select.int(item, 0, 0)
-    convert_element_type_1: f32[2] = prims.convert_element_type(select, f32)
-    add: f32[2] = aten.add.Tensor(convert_element_type, convert_element_type_1)
-    mul: f32[2] = aten.mul.Tensor(add, 0.5)
-    return [mul]
+    mean = zero.mean([neg], [item], f32, f32, 'g')
+    item_2: f32[2] = mean[0]
+    return [item_2]
     """,
     )
 
@@ -201,21 +193,35 @@ def test_p2p_a_wide_gradient_is_cast_before_it_is_sent():
     reduce_start = zero.reduce_start([convert_element_type], bf16, 'g', 'reduce.0', order)
     item: bf16[1,2] = reduce_start[0]
     zero.wait_([item], [convert_element_type], 'g', 'reduce.0', order)
-    slice_1: bf16[2] = aten.slice.Tensor(convert_element_type, 0, 0, 2)
-    select: bf16[2] = aten.select.int(item, 0, 0)
-    add: bf16[2] = aten.add.Tensor(slice_1, select)
-    mul: bf16[2] = aten.mul.Tensor(add, 0.5)
-    convert_element_type_1: f32[2] = prims.convert_element_type(mul, f32)
-    return [convert_element_type_1]
+    mean = zero.mean([convert_element_type], [item], f32, bf16, 'g')
+    item_2: f32[2] = mean[0]
+    return [item_2]
     """,
     )
 
 
-@pytest.mark.parametrize(("rank", "rows"), [(0, "0, 2"), (1, "2, 4"), (2, "4, 5")])
+def test_p2p_two_ranks_average_without_a_cast_in_place():
+    g = Graph(world=2)
+    same(
+        body(lowered(g.out(g.reduce(g.neg(g.input("x", 4)), "a")), 2)),
+        """
+    order: u8[1] = zero.order()
+    neg: f32[4] = aten.neg(x)
+    reduce_start = zero.reduce_start([neg], f32, 'g', 'reduce.0', order)
+    item: f32[1,2] = reduce_start[0]
+    zero.wait_([item], [neg], 'g', 'reduce.0', order)
+    zero.mean_([item], [neg], 'g')
+    select: f32[2] = aten.select.int(item, 0, 0)
+    return [select]
+    """,
+    )
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, 2), (1, 2), (2, 1)])
 def test_p2p_a_rank_keeps_its_own_rows(rank, rows):
     g = Graph(3, rank)
     gm = lowered(g.out(g.reduce(g.neg(g.input("x", 5)), "a")), 3, rank)
-    assert f"aten.slice.Tensor(neg, 0, {rows})" in body(gm)
+    assert f"item_2: f32[{rows}] = mean[0]" in body(gm)
 
 
 # The backend's own

@@ -165,9 +165,14 @@ class Improver:
             return
         first, last = ready(self.sim, bucket), latest(self.sim, bucket)
         held = self.sim.held(bucket, kept)
+        # Beside what ends with the wait, means that lie where they were received; other means begin
+        # there, and end there as well where nothing follows.
+        means = [self.sim.step.reductions[m] for m in bucket.members]
         flight = sum(size for _, size, _, end in held if end == 2 * bucket.wait)
-        if bucket.wait == self.sim.end:  # the results, which live on, end there as well
-            flight -= sum(self.sim.step.reductions[m].result_bytes for m in bucket.members)
+        if bucket.wait == self.sim.end:
+            flight -= sum(r.result_bytes for r in means if not r.in_place)
+        else:
+            flight += sum(r.result_bytes for r in means if r.in_place)
         for issue in spread(first, last, bucket.issue, self.positions):
             longest = last
             if rest is not None:

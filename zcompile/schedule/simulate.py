@@ -189,13 +189,16 @@ class Simulator:
         if bucket.kind == "all-gather":
             return self._held_by_gather(bucket, kept, first, between)
         world, native = self.step.world, self.step.native
-        out, whole, cast = [], 0, 0
+        out, whole, cast, in_place = [], 0, 0, 0
         for m in bucket.members:
             r = self.step.reductions[m]
             whole += r.bytes
             cast += r.bytes if r.bytes != r.grad_bytes else 0
+            in_place += r.result_bytes if r.in_place else 0
             out.append(("gradients", r.grad_bytes, 2 * r.ready, between))
-            out.append(("gradients", r.result_bytes, between, 2 * self.end))
+            out.append(
+                ("gradients", r.result_bytes, first if r.in_place else between, 2 * self.end)
+            )
         if world == 1:
             return out
         if bucket.kind == "all-reduce":
@@ -203,7 +206,7 @@ class Simulator:
         elif native:
             parts = sum(_flat(whole, self.sent(bucket), world))
         else:
-            parts = whole * (world - 1) // world + cast
+            parts = max(whole * (world - 1) // world - in_place, 0) + cast
         out.append(("communication", parts, first, between))
         return out
 

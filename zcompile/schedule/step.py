@@ -46,8 +46,8 @@ class Reduction:
     """A gradient that is averaged over the ranks. kind: reduce-scatter or all-reduce. ready: the
     first position at which the whole gradient exists; needed: where its mean is first read, or
     the graph's end. bytes: on the wire; grad_bytes: the whole gradient as it was computed;
-    result_bytes: this rank's part of the mean, which lives on. mergeable: gradients of one class
-    may travel in one bucket."""
+    result_bytes: this rank's part of the mean, which lives on; in_place: where it was received.
+    mergeable: gradients of one class may travel in one bucket."""
 
     parameter: str
     graph: int
@@ -60,6 +60,7 @@ class Reduction:
     grad_bytes: int
     result_bytes: int
     mergeable: str = ""
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
