@@ -2,13 +2,13 @@
 
 | collective | p2p | native |
 |---|---|---|
-| gather | messages straight into the whole parameter | cat, all_gather_into_tensor, views |
+| gather | read or sent straight into the whole parameter | cat, all_gather_into_tensor, views |
 | reduce | messages of rows, mean of them and a rank's own | pad, cat, reduce_scatter_tensor, mean |
 | all-reduce | one flat all_reduce_ in place | one flat functional all_reduce |
 
 With one rank collectives vanish: a gather is a cast or nothing, and so is a reduction. The
 arithmetic (casts, means, packing) becomes plain operations that Inductor fuses. This is the first
-graph that differs between ranks: a rank's own rows stand in it as a slice.
+graph that may differ between ranks, by the rows that they own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from zcompile.dialect import (
     ALL_REDUCE,
     ALL_REDUCE_FINISH,
     ALL_REDUCE_START,
+    DRAIN,
     GATHER_START,
     MEAN,
     MEAN_IN_PLACE,
     ORDER,
+    PUBLISH,
     REDUCE_FINISH,
     REDUCE_START,
     RELEASE,
@@ -120,6 +122,7 @@ class Lower:
             return
         with graph.inserting_before(_first_body_node(graph)):
             order = add(graph, ORDER, (), fake_order(graph))
+            self._publish(graph, order)
         for node in calls(
             graph, GATHER_START, WAIT, REDUCE_START, REDUCE_FINISH, ALL_REDUCE_START,
             ALL_REDUCE_FINISH,
@@ -134,6 +137,21 @@ class Lower:
                 self._p2p_all_reduce_start(graph, node, order)
             else:
                 self._all_reduce_finish(graph, node, order)
+
+    @staticmethod
+    def _publish(graph: fx.Graph, order: fx.Node) -> None:
+        """Parameters do not change while a graph runs: whoever reads them need not wait."""
+        by_group: dict[str, list[fx.Node]] = {}
+        for start in calls(graph, GATHER_START):
+            shards, _, dtype, group = start.args[:4]
+            if all(s.op == "placeholder" and s.meta["val"].dtype == dtype for s in shards):
+                by_group.setdefault(group, []).append(start)
+        for group, starts in by_group.items():
+            shards = [shard for start in starts for shard in start.args[0]]
+            counts, keys = [len(s.args[0]) for s in starts], [s.args[4] for s in starts]
+            add(graph, PUBLISH, (shards, counts, keys, group, order), None)
+            with graph.inserting_before(graph.output_node()):
+                add(graph, DRAIN, (group, order), None)
 
     def _p2p_reduce_start(self, graph: fx.Graph, node: fx.Node, order: fx.Node) -> None:
         grads, reduce_dtype, group, key = node.args

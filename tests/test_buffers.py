@@ -1,4 +1,4 @@
-"""Host memory is used again: small blocks for ever, a large one until the next request."""
+"""Host memory is used again, and what is kept never raises the peak."""
 
 import pytest
 import torch
@@ -10,11 +10,10 @@ LIKE = torch.empty(0)
 
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch):
+def small(monkeypatch):
     monkeypatch.setattr(buffers, "SMALLEST_BYTES", 4 * KIB)
-    monkeypatch.setattr(buffers, "LARGEST_BYTES", 64 * KIB)
-    monkeypatch.setattr(buffers, "_free", {})
-    monkeypatch.setattr(buffers, "_last_large", [])
+    monkeypatch.setattr(buffers, "IDLE_BYTES", 64 * KIB)
+    monkeypatch.setattr(buffers, "_idle", [])
 
 
 def empty(kib):
@@ -22,7 +21,8 @@ def empty(kib):
 
 
 def kept():
-    return sum(len(each) for each in buffers._free.values()), len(buffers._last_large)
+    """KiB, of blocks that are idle."""
+    return sum(block.nbytes // KIB for block in buffers._idle)
 
 
 @pytest.mark.parametrize("kib", [8, 100])
@@ -43,17 +43,34 @@ def test_two_live_tensors_never_share_memory():
     assert [t.unique().tolist() for t in tensors] == [[0], [1], [2], [3]]
 
 
-def test_a_large_block_is_kept_until_the_next_request_only():
-    large = empty(100)
-    del large
-    assert kept() == (0, 1)
-    small = empty(8)
-    assert kept() == (0, 0)
-    del small
-    assert kept() == (1, 0)
+def test_so_much_is_kept_in_the_blocks_that_were_used_last():
+    tensors = [empty(kib) for kib in (40, 20, 30)]
+    for _ in range(3):
+        del tensors[0]
+    assert kept() == 50, "20 and 30, not 40"
+
+
+def test_a_larger_block_is_kept_until_the_next_request():
+    small, large = empty(20), empty(100)
+    del small, large
+    assert kept() == 120
+    other = empty(8)
+    assert kept() == 20
+    del other
+    large, larger = empty(100), empty(200)
+    del large, larger
+    assert kept() == 20 + 8 + 200
+
+
+def test_nothing_is_kept_once_it_is_forgotten():
+    tensor = empty(8)
+    empty(8)
+    buffers.forget()
+    assert kept() == 0
+    del tensor
+    assert kept() == 8
 
 
 def test_small_requests_are_the_allocators():
-    del_me = empty(2)
-    del del_me
-    assert kept() == (0, 0)
+    empty(2)
+    assert kept() == 0

@@ -50,7 +50,7 @@ def twice(rank, world, folders):
         for _ in range(2):
             found = calibrate.calibrate(group, CPU)
             results.append((found, len(made)))
-    left = (comm.traffic() - sent, len(comm._in_flight), len(buffers._free))
+    left = (comm.traffic() - sent, len(comm._in_flight), len(buffers._idle))
     return results, left
 
 

@@ -58,7 +58,8 @@ def test_a_step_does_no_graph_work_and_little_python(ranks):
             "collectives.py", "parameter.py", "shared.py",
         }  # fmt: skip
         assert seen["backend.py"] <= 5 and seen["control.py"] <= 6, "a few a graph"
-        assert seen["dialect.py"] <= 3 * collectives
+        # Beside them two graphs publish their parameters and wait for their readers.
+        assert seen["dialect.py"] <= 3 * collectives + 4
         assert seen["comm.py"] <= 20 * collectives
         # Announcing, reading and acknowledging, with one peer.
         assert seen["shared.py"] <= 50 * collectives

@@ -17,6 +17,9 @@
 | DTensorSpec, TensorMeta | a DTensor around a local shard, with no communication |
 | OpOverload, HigherOrderOperator, set_grad_enabled | what a node of a graph calls |
 | make_fx, select_decomp_table | tracing arithmetic into a graph as Inductor expects it |
+| ShapeEnv, ConstantSource, DimDynamic | numbers that stay symbols while an update is traced |
+| _compile_session_context | optimizers take the branches that they take under torch.compile |
+| CppCodeCache | C++ built by the compiler that Inductor found, with its flags, kept on disk |
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
+from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor.codecache import CppCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.decomposition import select_decomp_table
@@ -45,19 +50,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = [
     "COMPILER_CONTROL_FLOW",
+    "ConstantSource",
     "CustomPartitionerFn",
     "DTensorSpec",
+    "DimDynamic",
     "FakeStore",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "OptimizeContext",
     "OptimizedModule",
+    "ShapeEnv",
     "TensorMeta",
     "_BoxedCodeGen",
     "_get_default_store",
@@ -67,10 +76,12 @@ __all__ = [
     "compile_fx",
     "compile_fx_inner",
     "compiled_call",
+    "compiling",
     "disable_dynamo",
     "enclosing_fake_mode",
     "forget_compiled",
     "in_tracer",
+    "load_cpp",
     "make_fx",
     "min_cut_rematerialization_partition",
     "no_torch_function",
@@ -91,6 +102,8 @@ _COMPILES_IN = "torch._dynamo.convert_frame"
 COMPILER_CONTROL_FLOW = (RestartAnalysis, SkipFrame)
 
 disable_dynamo = torch._dynamo.disable
+compiling = torch.compiler._compile_session_context
+load_cpp = CppCodeCache.load
 set_grad_enabled = torch._C._set_grad_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 

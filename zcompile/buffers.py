@@ -14,14 +14,16 @@ import torch
 
 # Smaller tensors come out of the allocator's own free lists, with no fresh pages.
 SMALLEST_BYTES = 2**20
-# A larger one, kept while it is not used, would raise the peak by more than its fresh pages cost.
-# It is kept until the next request: a parameter that is last in forward is first in backward.
-LARGEST_BYTES = 64 * 2**20
 # Vector loads and the network stack like whole cache lines.
 ALIGNMENT = 64
 
-_free: dict[int, list[np.ndarray]] = {}
-_last_large: list[np.ndarray] = []  # at most one
+
+# What is idle raises the peak by as much, and a fresh block costs little where pages are huge. So
+# this much is kept, in the blocks that were given back last. A larger one is kept alone, until the
+# next request: a parameter that is last in forward is first in backward.
+IDLE_BYTES = 64 * 2**20
+
+_idle: list[np.ndarray] = []  # in the order in which they were given back
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -38,15 +40,24 @@ def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> tor
     return torch.from_numpy(view).view(dtype).view(shape)
 
 
+def forget() -> None:
+    """Give back what is idle."""
+    _idle.clear()
+
+
 def _block(nbytes: int) -> np.ndarray:
-    kept = _free.get(nbytes) or [each for each in _last_large if each.nbytes == nbytes]
-    _last_large.clear()
+    same = [index for index, block in enumerate(_idle) if block.nbytes == nbytes]
     # numpy asks for huge pages, which torch does not: 512 times fewer page faults.
-    return kept.pop() if kept else np.empty(nbytes, np.uint8)
+    block = _idle.pop(same[-1]) if same else np.empty(nbytes, np.uint8)
+    _idle[:] = [each for each in _idle if each.nbytes <= IDLE_BYTES]
+    return block
 
 
 def _give_back(block: np.ndarray) -> None:
-    if block.nbytes <= LARGEST_BYTES:
-        _free.setdefault(block.nbytes, []).append(block)
-    else:
-        _last_large[:] = [block]
+    if block.nbytes > IDLE_BYTES:
+        _idle[:] = [each for each in _idle if each.nbytes <= IDLE_BYTES]
+    _idle.append(block)
+    small = [each.nbytes for each in _idle if each.nbytes <= IDLE_BYTES]
+    while sum(small) > IDLE_BYTES:
+        small.pop(0)
+        del _idle[next(i for i, each in enumerate(_idle) if each.nbytes <= IDLE_BYTES)]

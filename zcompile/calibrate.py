@@ -159,8 +159,7 @@ def _measure(group: comm.Group, device: torch.device, neighbours: int) -> Calibr
         comm.count("gather", -spent.gather_bytes)
         comm.count("reduce", -spent.reduce_bytes)
         comm.count("all_reduce", -spent.all_reduce_bytes)
-        # No step asks for these sizes, and the blocks would be kept for ever.
-        buffers._free.clear()
+        buffers.forget()  # no step asks for these sizes
     backend = "one rank" if group.pg is None else dist.get_backend(group.pg)
     source = f"measured on {group.world} ranks of {backend}, torch {torch.__version__}"
     return Calibration(rank, MeasuredLink(group.world, tables, share, source))

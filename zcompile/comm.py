@@ -8,8 +8,9 @@ each other's memory (shared.py).
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -130,6 +131,26 @@ def gather_start(
     return fulls
 
 
+def publish(shards: Sequence[Sequence[torch.Tensor]], keys: Sequence[str], group: Group) -> None:
+    """Let ranks of one host read what gathers under `keys` will want of this one. The shards stay
+    as they are until `drain`."""
+    if group.link is not None:
+        for parts, key in zip(shards, keys, strict=True):
+            if all(part.is_contiguous() for part in parts):  # otherwise a gather sends a copy
+                group.link.publish(key, [part for part in parts if part.numel()])
+
+
+def drain(group: Group) -> None:
+    """Return when the others have read all that was published.
+
+    Raises:
+        ZeroError: see wait.
+    """
+    if group.link is not None:
+        with _explained(group):
+            group.link.drain()
+
+
 def reduce_start(grads: Sequence[torch.Tensor], group: Group, key: str) -> list[torch.Tensor]:
     """Issue the exchange of a reduce-scatter: every rank sends each other rank's rows to it.
 
@@ -196,14 +217,20 @@ def wait(group: Group, key: str) -> None:
     for work in _in_flight.pop((group.name, key)):
         if work is None:
             continue
-        try:
+        with _explained(group):
             work.wait()
-        except RuntimeError as error:
-            for stale in [k for k in _in_flight if k[0] == group.name]:
-                del _in_flight[stale]
-            if group.control is None:
-                raise
-            raise group.control.explain(error) from error
+
+
+@contextlib.contextmanager
+def _explained(group: Group) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        for stale in [k for k in _in_flight if k[0] == group.name]:
+            del _in_flight[stale]
+        if group.control is None:
+            raise
+        raise group.control.explain(error) from error
 
 
 def _read_gather(
@@ -233,7 +260,8 @@ def _read_gather(
             low, high = group.owned(full.shape[0], peer)
             if low < high and full.numel():
                 incoming[peer].append(full[low:high])
-    transfer = link.start(key, dict.fromkeys(peers, sources), incoming, fulls)
+    outgoing = {} if key in link.published else dict.fromkeys(peers, sources)
+    transfer = link.start(key, outgoing, incoming, fulls)
     for mine, shard in own:  # meanwhile the others read
         mine.copy_(shard)
     return transfer

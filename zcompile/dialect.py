@@ -9,6 +9,7 @@ Two levels, each executable as it stands (a graph break, an eager region or a du
 | | reduce_grad | whole gradient -> this rank's rows of its mean |
 | | all_reduce_grad | gradient of a replicated parameter -> its mean |
 | bucket | gather_start, wait_ | all-gather of several parameters, issued and awaited |
+| | publish_, drain_ | shards that gathers of this graph read, until its end |
 | | reduce_start, reduce_finish | reduce-scatter of several gradients |
 | | all_reduce_start, all_reduce_finish | all-reduce of several gradients |
 | | mean, mean_ | what a reduce_finish computes once it has waited; mean_ of two ranks, in place |
@@ -23,6 +24,7 @@ implementation must say about the shape of a shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ SCHEMAS = (
     "Tensor? order=None) -> Tensor[]",
     "wait_(Tensor(a!)[] buffers, Tensor[] sources, str group, str key, Tensor(b!)? order=None)"
     " -> ()",
+    "publish_(Tensor[] shards, int[] counts, str[] keys, str group, Tensor(a!) order) -> ()",
+    "drain_(str group, Tensor(a!) order) -> ()",
     "reduce_start(Tensor[] grads, ScalarType reduce_dtype, str group, str key, "
     "Tensor? order=None) -> Tensor[]",
     "reduce_finish(Tensor[] grads, Tensor[] received, ScalarType dtype, ScalarType reduce_dtype, "
@@ -183,6 +187,29 @@ def _wait(
 
 
 @_fake("wait_")
+def _(*_: Any) -> None:
+    return None
+
+
+@_implement("publish_")
+def _publish(
+    shards: list[Tensor], counts: list[int], keys: list[str], group: str, order: Tensor
+) -> None:
+    rest = iter(shards)
+    comm.publish([list(islice(rest, count)) for count in counts], keys, comm.find(group))
+
+
+@_fake("publish_")
+def _(*_: Any) -> None:
+    return None
+
+
+@_implement("drain_")
+def _drain(group: str, order: Tensor) -> None:
+    comm.drain(comm.find(group))
+
+
+@_fake("drain_")
 def _(*_: Any) -> None:
     return None
 
@@ -360,6 +387,8 @@ REDUCE_GRAD = torch.ops.zero.reduce_grad.default
 ALL_REDUCE_GRAD = torch.ops.zero.all_reduce_grad.default
 GATHER_START = torch.ops.zero.gather_start.default
 WAIT = torch.ops.zero.wait_.default
+PUBLISH = torch.ops.zero.publish_.default
+DRAIN = torch.ops.zero.drain_.default
 REDUCE_START = torch.ops.zero.reduce_start.default
 REDUCE_FINISH = torch.ops.zero.reduce_finish.default
 MEAN = torch.ops.zero.mean.default

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zcompile.dialect import ALL_REDUCE, GATHER_START, REDUCE_START, WAIT
+from zcompile.dialect import ALL_REDUCE, DRAIN, GATHER_START, REDUCE_START, WAIT
 from zcompile.errors import ZeroError
 from zcompile.schedule.plan import KINDS, Event, Memory, Timeline
 from zcompile.schedule.simulate import Schedule, Simulator
@@ -42,7 +42,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one graph. marks: in order; seconds: of all of it."""
+    """One run of one graph. marks: in order; seconds: of all of it, but for waiting at its end."""
 
     marks: tuple[Mark, ...]
     seconds: float
@@ -55,9 +55,15 @@ class Marks(TorchDispatchMode):
         super().__init__()
         self.marks: list[Mark] = []
         self.begin = time.perf_counter()
+        self.drained = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = "issue" if func in _ISSUES else "wait" if func in _WAITS else ""
+        if func is DRAIN:
+            begin = time.perf_counter()
+            func(*args, **(kwargs or {}))
+            self.drained += time.perf_counter() - begin
+            return None
         if not kind:
             return func(*args, **(kwargs or {}))
         begin = time.perf_counter()
@@ -66,7 +72,7 @@ class Marks(TorchDispatchMode):
         return result
 
     def run(self) -> Run:
-        return Run(tuple(self.marks), time.perf_counter() - self.begin)
+        return Run(tuple(self.marks), time.perf_counter() - self.begin - self.drained)
 
 
 def acts(sim: Simulator, schedule: Schedule, graph: int) -> list[tuple[str, int, int]]:

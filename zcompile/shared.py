@@ -12,6 +12,9 @@ A message is taken in at every start and wait, so a rank is ahead of another one
 would be with messages over gloo. A source may change after the wait, not before. Ranks may start
 and await collectives in different orders: whoever waits serves all that is under way.
 
+What does not change while a graph runs (a parameter's shard) is published at its beginning: others
+read it when they need it and nobody waits, but for `drain` at the graph's end.
+
 Where a container or a security policy keeps processes apart, `connect` says so on every rank.
 """
 
@@ -29,7 +32,7 @@ import struct
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -162,12 +165,12 @@ class Link:
         self.sockets = {rank: end for rank, (_, end) in peers.items()}
         self.closed: set[int] = set()
         self._outbox: dict[int, deque[bytes]] = {rank: deque() for rank in peers}
-        self._full: set[int] = set()  # whose sockets take no more for now
         self._rank_of = {end.fileno(): rank for rank, end in self.sockets.items()}
         self._poll = select.poll()
         for end in self.sockets.values():
             end.setblocking(False)
             self._poll.register(end, select.POLLIN)
+        self.published: set[str] = set()
         self._epoch = 0
         self._numbers = 0
         self._mine: dict[int, Transfer] = {}  # by number, until every rank has read it
@@ -214,18 +217,36 @@ class Link:
 
     def finish(self, transfer: Transfer) -> None:
         """Serve everybody until `transfer` is complete."""
+        self._serve_until(lambda: transfer.incoming.keys() | transfer.unread)
+        transfer.held.clear()
+
+    def publish(self, key: str, parts: Sequence[torch.Tensor]) -> None:
+        """Let every other rank read `parts` under `key`, whenever it starts. They may not change
+        before `drain`. A start under that key sends nothing."""
+        self.start(key, dict.fromkeys(self.sockets, parts), {})
+        self.published.add(key)
+
+    def drain(self) -> None:
+        """Return when the others have read all that was published."""
+        self._serve_until(lambda: {r for t in self._mine.values() for r in t.unread})
+        self.published.clear()
+
+    def _serve_until(self, waited_for: Callable[[], Set[int]]) -> None:
+        """Serve everybody until this rank waits for no other.
+
+        Raises:
+            RuntimeError: another rank failed, its process ended or the time is up.
+        """
         deadline = time.monotonic() + default_pg_timeout.total_seconds()
-        while transfer.incoming or transfer.unread:
-            lost = self.closed & (transfer.incoming.keys() | transfer.unread)
+        while ranks := waited_for():
+            lost = self.closed & ranks
             if lost:
                 raise RuntimeError(f"connection closed by rank {min(lost)} of the same host")
             if self.control is not None and self.control.failure is not None:
                 raise RuntimeError("another rank failed")
             if time.monotonic() > deadline:
-                late = min(transfer.incoming.keys() | transfer.unread)
-                raise RuntimeError(f"no answer from rank {late} within {default_pg_timeout}")
+                raise RuntimeError(f"no answer from rank {min(ranks)} within {default_pg_timeout}")
             self._serve(_LOOK_MS)
-        transfer.held.clear()
 
     def close(self) -> None:
         _close(self.sockets)
@@ -239,6 +260,7 @@ class Link:
         if epoch == self._epoch:
             return
         self._epoch = epoch
+        self.published.clear()
         self._mine = {n: t for n, t in self._mine.items() if t.epoch == epoch}
         for key in [k for k, waiting in self._expecting.items() if waiting]:
             self._expecting[key].clear()

@@ -368,6 +368,12 @@ class _Rank(fx.Interpreter):
         flat.fill_(float("nan"))
         self.fills[key] = lambda: flat.copy_(total)
 
+    def do_publish_(self, shards: Any, counts: Any, keys: Any, group: str, order: Any) -> None:
+        assert sum(counts) == len(shards) and len(counts) == len(keys)
+
+    def do_drain_(self, group: str, order: Any) -> None:
+        pass
+
     def do_release(self, fulls: Any, key: str) -> None:
         # Whoever reads a released parameter gets NaN.
         for full in fulls:

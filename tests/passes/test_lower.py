@@ -140,6 +140,7 @@ def test_p2p():
         body(lowered(gm, 3)),
         """
     order: u8[1] = zero.order()
+    zero.publish_([w], [1], ['gather.0'], 'g', order)
     gather_start = zero.gather_start([w], [2], f32, 'g', 'gather.0', order)
     item: f32[2,4] = gather_start[0]
     zero.wait_([item], [w], 'g', 'gather.0', order)
@@ -158,6 +159,7 @@ def test_p2p():
     slice_1: f32[10] = aten.slice.Tensor(clone, 0, 0, 10)
     view_1: f32[5,2] = aten.view(slice_1, [5,2])
     mul: f32[5,2] = aten.mul.Tensor(view_1, 0.3333333333333333)
+    zero.drain_('g', order)
     return [mm,item_4,mul]
     """,
     )

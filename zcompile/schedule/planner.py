@@ -76,7 +76,9 @@ def plan(
         effort = Effort(SEARCH_WORK // count)
         best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
-    return min([best, *near], key=lambda f: (f.replay.peak, f.replay.seconds))
+    # Of two with one peak, the one that holds less beside it: allocators keep what was used.
+    held = lambda f: int(sim.memory(f.schedule).sum())
+    return min([best, *near], key=lambda f: (f.replay.peak, held(f), f.replay.seconds))
 
 
 def frontier(
