@@ -10,6 +10,7 @@ from zcompile.errors import (
     ZeroError,
     ZeroWarning,
 )
+from zcompile.fused import fuse
 from zcompile.options import Options
 from zcompile.sharding import shard
 from zcompile.state import full_state_dict, load_full_state_dict
@@ -26,6 +27,7 @@ __all__ = [
     "ZeroError",
     "ZeroWarning",
     "full_state_dict",
+    "fuse",
     "load_full_state_dict",
     "plan",
     "shard",

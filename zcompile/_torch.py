@@ -9,6 +9,7 @@
 | callback_handler | the moment before a frame is traced |
 | convert_frame's `code`, reset_code | a new plan is compiled in place of the one that runs |
 | RestartAnalysis, SkipFrame | Dynamo's control flow, which passes through backends |
+| Unsupported, compile_wrapper's closure | a compiled optimizer.step becomes a fused one |
 | ShortenTraceback | an error that reaches the user as it is |
 | TracingContext, detect_fake_mode | whether a tracer reads a parameter, and its fake mode |
 | _get_default_store | the rendezvous store |
@@ -28,8 +29,8 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import Any
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NoReturn
 
 import torch
 import torch._functorch.config as functorch_config
@@ -37,7 +38,7 @@ from torch._C._distributed_c10d import _register_process_group as register_proce
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame, Unsupported
 from torch._dynamo.source import ConstantSource
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
@@ -86,7 +87,9 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "no_torch_function",
     "original_backend",
+    "redirect_compiled",
     "register_process_group",
+    "run_uncompiled",
     "saved_tensors_first",
     "select_decomp_table",
     "set_grad_enabled",
@@ -179,6 +182,20 @@ def compiled_call(frame: FrameType) -> tuple[OptimizeContext, Any, Any, Any] | N
     if not isinstance(seen.get("self"), OptimizeContext):
         return None
     return seen["self"], seen.get("fn"), seen.get("args"), seen.get("kwargs")
+
+
+def redirect_compiled(frame: FrameType, function: Callable[..., Any]) -> None:
+    """Let the compiled object whose call `frame` is call another function from now on."""
+    index, called = frame.f_code.co_freevars.index("fn"), frame.f_locals["fn"]
+    for each in gc.get_referrers(frame.f_code):
+        cells = each.__closure__ if isinstance(each, FunctionType) else None
+        if cells and cells[index].cell_contents is called:
+            cells[index].cell_contents = function
+
+
+def run_uncompiled(why: str) -> NoReturn:
+    """Called while Dynamo is about to trace a frame: let it run as it is."""
+    raise Unsupported("zcompile", why)
 
 
 def code_being_compiled() -> CodeType | None:

@@ -19,6 +19,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,19 +30,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zcompile._torch import (
+    OptimizeContext,
     OptimizedModule,
     before_each_compile,
     compiled_call,
     original_backend,
+    redirect_compiled,
+    run_uncompiled,
     shortened,
 )
 from zcompile.errors import ZeroError, ZeroWarning
+from zcompile.fused import fuse
 from zcompile.options import Options
 from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
 from zcompile.sharding import is_sharded, read_through_dialect, shard
 
 Backend = Callable[..., Any]
+_TORCH = Path(torch.__file__).parent
 
 
 def watch(backend: Backend) -> None:
@@ -49,6 +55,7 @@ def watch(backend: Backend) -> None:
 
     def start(_: Any) -> None:
         for frame in _stack():
+            _fuse_what_is_called(frame, backend)
             found = _call(frame, backend)
             if found is not None:
                 modules, options = found
@@ -60,6 +67,42 @@ def watch(backend: Backend) -> None:
 
     before_each_compile(start)
     _watch_optimizers(backend)
+
+
+def _fuse_what_is_called(frame: FrameType, backend: Backend) -> None:
+    """torch.compile(optimizer.step, backend="zero"): what was compiled becomes the fused step. This
+    first call runs the optimizer's own, uncompiled."""
+    call = compiled_call(frame)
+    if call is None or not _is_of(call[0], backend):
+        return
+    owner = _steps_for(call[1])
+    if owner is not None:
+        redirect_compiled(frame, fuse(owner).step)
+        run_uncompiled(f"{type(owner).__name__}.step becomes a fused kernel")
+
+
+def _steps_for(function: Any, depth: int = 3) -> torch.optim.Optimizer | None:
+    """The optimizer whose bound step a function is, or wraps as schedulers do."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, torch.optim.Optimizer) and function.__name__ == "step":
+        return owner
+    code = getattr(function, "__code__", None)
+    # A user's function that is called `step` and closes over an optimizer does more than step it.
+    if depth and code is not None and Path(code.co_filename).is_relative_to(_TORCH):
+        for cell in getattr(function, "__closure__", None) or ():
+            value = cell.cell_contents
+            value = value() if type(value) is weakref.ref else value
+            if isinstance(value, torch.optim.Optimizer):
+                return value
+            found = _steps_for(value, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
+def _is_of(context: OptimizeContext, backend: Backend) -> bool:
+    compiler = original_backend(context)
+    return getattr(compiler, "compiler_fn", compiler) is backend
 
 
 def _watch_optimizers(backend: Backend) -> None:
@@ -85,8 +128,7 @@ def _is_synchronised(optimizer: torch.optim.Optimizer, backend: Backend) -> bool
     if not whole:
         return True
     for module in (o for o in gc.get_objects() if type(o) is OptimizedModule):
-        compiler = original_backend(module.dynamo_ctx)
-        if getattr(compiler, "compiler_fn", compiler) is not backend:
+        if not _is_of(module.dynamo_ctx, backend):
             continue
         for name, param in module._orig_mod.named_parameters():
             if id(param) in whole:
@@ -174,7 +216,7 @@ def _call(frame: FrameType, backend: Backend) -> tuple[list[nn.Module], Mapping[
         return None
     context, function, args, kwargs = call
     compiler = original_backend(context)
-    if getattr(compiler, "compiler_fn", compiler) is not backend:
+    if not _is_of(context, backend):
         return None
     values = [function, *_known_to(function)]
     values += torch.utils._pytree.tree_leaves((args, kwargs))

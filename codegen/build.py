@@ -1,0 +1,113 @@
+"""From a kernel's source to something that can be called. Built once, kept on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zcompile import cache
+from zcompile._torch import load_cpp
+from zcompile.codegen import cpp, triton
+from zcompile.codegen.kernel import Kernel
+from zcompile.codegen.trace import NotElementwise
+
+
+class CannotBuild(Exception):
+    """No compiler, or one that fails; says which."""
+
+
+# (addresses (buffers, segments), counts (segments,), scalars (segments, scalars)): the first two
+# int64 and the last in double precision, all on the host.
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@functools.cache
+def on_cpu(kernel: Kernel) -> Run:
+    """Compiled by the compiler that Inductor uses, with its flags.
+
+    Raises:
+        CannotBuild: no compiler is installed, or it refuses the source.
+    """
+    try:
+        library = load_cpp(cpp.emit(kernel))
+    except Exception as error:
+        raise CannotBuild(
+            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        ) from error
+    call = getattr(library, kernel.name)
+    call.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_int]
+    call.restype = None
+
+    def run(addresses: torch.Tensor, counts: torch.Tensor, scalars: torch.Tensor) -> None:
+        assert addresses.dtype == counts.dtype == torch.int64 and scalars.dtype == torch.float64
+        assert addresses.is_contiguous() and counts.is_contiguous() and scalars.is_contiguous()
+        threads = torch.get_num_threads()
+        given = [t.data_ptr() for t in (addresses, counts, scalars)]
+        call(*given, len(counts), threads)
+
+    return run
+
+
+@functools.cache
+def by_triton(kernel: Kernel, device: torch.device) -> Run:
+    """Compiled for the GPU `device`; for the CPU, run by Triton's interpreter.
+
+    Raises:
+        CannotBuild: Triton is not installed, or has no word for an operation.
+    """
+    try:
+        function = _jitted(kernel)
+    except (ImportError, NotElementwise) as error:
+        raise CannotBuild(str(error)) from error
+    block = 1024
+
+    def run(addresses: torch.Tensor, counts: torch.Tensor, scalars: torch.Tensor) -> None:
+        segments, firsts = programs(counts.tolist(), block)
+        if not segments:
+            return
+        there = lambda values, dtype: torch.as_tensor(values, dtype=dtype).to(
+            device, non_blocking=True
+        )
+        function[(len(segments),)](
+            there(addresses, torch.int64),
+            there(counts, torch.int64),
+            there(scalars, kernel.compute),
+            there(segments, torch.int32),
+            there(firsts, torch.int64),
+            len(counts),
+            BLOCK=block,
+            ALIGNED=not (addresses % 16).any().item(),
+            BY_HAND=device.type == "cpu",
+        )
+
+    return run
+
+
+def programs(counts: Sequence[int], block: int) -> tuple[list[int], list[int]]:
+    """Of each Triton program: its segment, and the first element in it."""
+    segments, firsts = list[int](), list[int]()
+    for segment, count in enumerate(counts):
+        for first in range(0, count, block):
+            segments.append(segment)
+            firsts.append(first)
+    return segments, firsts
+
+
+def _jitted(kernel: Kernel) -> Any:
+    """The function of a kernel's Triton source, which is kept as a file: Triton reads it."""
+    source = triton.emit(kernel)
+    name = f"{kernel.name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    path = cache.folder() / "kernels" / f"{name}.py"
+    if not path.exists() or path.read_text() != source:
+        cache.write(path, source)
+    spec = importlib.util.spec_from_file_location(f"zcompile_kernels.{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, kernel.name)

@@ -1,0 +1,179 @@
+"""A kernel as C++: one loop over memory, vectorised by the compiler (`omp simd`).
+
+Elements come in segments (a parameter's shard each), whose buffers lie anywhere: the function gets
+a table of addresses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from zcompile.codegen.kernel import OPS, Kernel, Line, Operand
+
+_STORED = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.bfloat16: "uint16_t",
+    torch.float16: "_Float16",
+}
+
+_PRELUDE = """\
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+"""
+
+_FROM_BF16 = """
+static inline float from_bf16(uint16_t bits) {
+  uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+"""
+
+_TO_BF16 = """
+// Round to nearest even; a NaN stays one.
+static inline uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+"""
+
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
+    "gt": ">", "ge": ">=", "and": "&", "or": "|",
+}  # fmt: skip
+_SPELLED = {
+    "neg": "-{0}",
+    "not": "!{0}",
+    "where": "{0} ? {1} : {2}",
+    "reciprocal": "{one} / {0}",
+    "rsqrt": "{one} / std::sqrt({0})",
+    "sigmoid": "{one} / ({one} + std::exp(-{0}))",
+    "sign": "({0} > 0) - ({0} < 0)",
+    "isnan": "{0} != {0}",
+    "isinf": "{0} - {0} != {0} - {0} && {0} == {0}",
+    "maximum": "larger({0}, {1})",
+    "minimum": "smaller({0}, {1})",
+}
+
+_EXTREMES = """
+// A NaN on either side is the answer, as in torch.
+template <class T> static inline T larger(T x, T y) { return x > y || x != x ? x : y; }
+template <class T> static inline T smaller(T x, T y) { return x < y || x != x ? x : y; }
+"""
+
+_ENTRY = """
+extern "C" void {name}(void* const* addresses, const int64_t* counts, const double* scalars,
+                       int64_t segments, int threads) {{
+  int64_t total = 0;
+  for (int64_t s = 0; s < segments; ++s) total += counts[s];
+  // Each thread takes one share of all elements, in whole cache lines.
+  const int64_t share = ((total + threads - 1) / threads + 15) / 16 * 16;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+  for (int thread = 0; thread < threads; ++thread) {{
+    const int64_t first = std::min(share * thread, total), last = std::min(first + share, total);
+    for (int64_t s = 0, begin = 0; s < segments; begin += counts[s++]) {{
+      const int64_t low = std::max(first - begin, int64_t(0));
+      const int64_t high = std::min(last - begin, counts[s]);
+      if (low < high)
+        piece(
+            {arguments});
+    }}
+  }}
+}}
+"""
+
+
+def emit(kernel: Kernel) -> str:
+    """The source of `extern "C" void <name>(...)`.
+
+    Arguments: addresses (buffers x segments, buffers as in `kernel.buffers()`), counts (elements of
+    each segment), scalars (segments x scalars, doubles), segments, threads.
+    """
+    return "\n".join(_lines(kernel)) + "\n"
+
+
+def _lines(kernel: Kernel) -> Iterator[str]:
+    real = "double" if kernel.compute == torch.float64 else "float"
+    buffers = kernel.buffers()
+    stored = {store.buffer for store in kernel.stores}
+    for about in kernel.about:
+        yield f"// {about}"
+    yield _PRELUDE
+    if any(load.dtype == torch.bfloat16 for load in kernel.loads):
+        yield _FROM_BF16
+    if any(store.dtype == torch.bfloat16 for store in kernel.stores):
+        yield _TO_BF16
+    if any(line.op in ("maximum", "minimum") for line in kernel.body):
+        yield _EXTREMES
+    pointers = {
+        buffer: f"{'' if buffer in stored else 'const '}{_STORED[dtype]}*"
+        for buffer, dtype in buffers.items()
+    }
+    parameters = [f"{pointer} __restrict {buffer}_at" for buffer, pointer in pointers.items()]
+    parameters += [f"const {real} {scalar}" for scalar in kernel.scalars]
+    yield f"static void piece({', '.join(parameters)}, int64_t count) {{"
+    yield "#pragma omp simd"
+    yield "  for (int64_t i = 0; i < count; ++i) {"
+    for load in kernel.loads:
+        yield f"    const {real} {load.buffer} = {_load(load.buffer, load.dtype, real)};"
+    for line in kernel.body:
+        kind = "bool" if OPS[line.op] == "?" else real
+        yield f"    const {kind} {line.name} = {_expression(line, real)};"
+    for store in kernel.stores:
+        yield f"    {store.buffer}_at[i] = {_rounded(store.value, store.dtype, real)};"
+    yield "  }"
+    yield "}"
+    arguments = [
+        f"static_cast<{pointer}>(addresses[{index} * segments + s]) + low"
+        for index, pointer in enumerate(pointers.values())
+    ]
+    arguments += [
+        f"{real}(scalars[s * {len(kernel.scalars)} + {index}])"
+        for index in range(len(kernel.scalars))
+    ]
+    yield _ENTRY.format(
+        name=kernel.name, arguments=",\n            ".join([*arguments, "high - low"])
+    ).rstrip()
+
+
+def _load(buffer: str, dtype: torch.dtype, real: str) -> str:
+    if dtype == torch.bfloat16:
+        return f"from_bf16({buffer}_at[i])"
+    return f"{buffer}_at[i]" if _STORED[dtype] == real else f"{real}({buffer}_at[i])"
+
+
+def _rounded(value: str, dtype: torch.dtype, real: str) -> str:
+    if dtype == torch.bfloat16:
+        return f"to_bf16({value if real == 'float' else f'float({value})'})"
+    return value if _STORED[dtype] == real else f"{_STORED[dtype]}({value})"
+
+
+def _expression(line: Line, real: str) -> str:
+    args = [_operand(a, real) for a in line.args]
+    if line.op in _INFIX:
+        return f"{args[0]} {_INFIX[line.op]} {args[1]}"
+    if line.op in _SPELLED:
+        return _SPELLED[line.op].format(*args, one=_operand(1.0, real))
+    return f"std::{line.op}({', '.join(args)})"
+
+
+def _operand(operand: Operand, real: str) -> str:
+    if isinstance(operand, str):
+        return operand
+    if not math.isfinite(operand):
+        limits = f"std::numeric_limits<{real}>"
+        special = f"{limits}::{'quiet_NaN' if math.isnan(operand) else 'infinity'}()"
+        return f"-{special}" if operand < 0 else special
+    text = repr(operand)
+    text = text if "." in text or "e" in text else f"{text}.0"
+    return f"{text}f" if real == "float" else text

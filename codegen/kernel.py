@@ -1,0 +1,102 @@
+"""A kernel in one pass over memory, before it is source of any language.
+
+Elementwise: loads from some buffers, lines of arithmetic, stores to some buffers. Arithmetic is in
+`compute`, whatever the buffers hold: a load widens, a store rounds to nearest even. Numbers that
+are the same for a whole segment of elements (a learning rate, a bias correction) come as scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+Operand = str | float  # a value's name, or a constant
+
+# Every operation that an emitter knows, and what it gives: a number ("x") or a truth value ("?").
+OPS: dict[str, str] = {
+    **dict.fromkeys("add sub mul div neg sqrt rsqrt exp log pow abs sign".split(), "x"),
+    **dict.fromkeys("maximum minimum where floor ceil reciprocal tanh sigmoid".split(), "x"),
+    **dict.fromkeys("eq ne lt le gt ge and or not isnan isinf".split(), "?"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """`name = op(*args)`. A where's first operand, and those of and, or, not, are truth values."""
+
+    name: str
+    op: str
+    args: tuple[Operand, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.op}({', '.join(map(str, self.args))})"
+
+
+@dataclass(frozen=True)
+class Load:
+    buffer: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Store:
+    """The value `value`, rounded to `dtype`, into `buffer`."""
+
+    buffer: str
+    value: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A buffer that is loaded and stored is updated in place. about: lines for a header."""
+
+    name: str
+    loads: tuple[Load, ...]
+    scalars: tuple[str, ...]
+    body: tuple[Line, ...]
+    stores: tuple[Store, ...]
+    compute: torch.dtype
+    about: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        known = {load.buffer for load in self.loads} | set(self.scalars)
+        for line in self.body:
+            if line.op not in OPS:
+                raise ValueError(f"{line}: no such operation")
+            missing = [a for a in line.args if isinstance(a, str) and a not in known]
+            if missing or line.name in known:
+                raise ValueError(f"{line}: undefined {missing} or defined twice")
+            known.add(line.name)
+        for store in self.stores:
+            if store.value not in known:
+                raise ValueError(f"{store}: undefined")
+
+    def buffers(self) -> dict[str, torch.dtype]:
+        """Every buffer, loaded ones first."""
+        found = {load.buffer: load.dtype for load in self.loads}
+        return found | {store.buffer: store.dtype for store in self.stores}
+
+    def bytes_per_element(self) -> int:
+        """Bytes that one element moves: each load and each store once."""
+        dtypes = [load.dtype for load in self.loads] + [store.dtype for store in self.stores]
+        return sum(dtype.itemsize for dtype in dtypes)
+
+    def text(self) -> str:
+        """For a golden test and a log."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"kernel {self.name} in {_short(self.compute)}, scalars {', '.join(self.scalars)}"
+        for load in self.loads:
+            yield f"  {load.buffer} = load {_short(load.dtype)}"
+        for line in self.body:
+            yield f"  {line}"
+        for store in self.stores:
+            yield f"  store {store.buffer} <- {store.value} as {_short(store.dtype)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,294 @@
+"""What an optimizer does to one parameter, as a graph: traced from its own `step`.
+
+The optimizer is not asked what it is. A copy of it holds one fake parameter, and its `step` is run
+under a tracer. Hyperparameters that are floats (a learning rate, betas) and numbers in the state (a
+step count) are symbols: their values are the graph's inputs, and a branch taken on one is a guard.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from zcompile._torch import (
+    ConstantSource,
+    DimDynamic,
+    FakeTensorMode,
+    ShapeEnv,
+    compiling,
+    make_fx,
+)
+
+Path = tuple[str | int, ...]  # ("lr",) or ("betas", 0)
+
+
+class NotElementwise(Exception):
+    """This update cannot become one kernel; says why."""
+
+
+@dataclass(frozen=True)
+class Like:
+    """What a trace needs to know of a tensor. 0-dim tensors are scalars of an update."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: Tensor) -> Like:
+        return Like(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's update of one parameter.
+
+    graph: placeholders are called after `inputs`; returns the values of `outputs`, in their order.
+    inputs: "param", "grad", "state.<key>", "hyper.<key>" or "hyper.<key>.<index>".
+    outputs: "param" and "state.<key>" for each entry of the state after the step.
+    hyper: where the value of each "hyper" input lies in a param group.
+    guards: expressions in the inputs' symbols that were true of the values traced with.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    hyper: Mapping[str, Path]
+    guards: tuple[Any, ...]
+    symbols: Mapping[str, Any]
+    _held: dict[tuple[float, ...], bool] = field(default_factory=dict)
+
+    def elementwise(self) -> set[str]:
+        """Keys of the state that have the parameter's shape."""
+        (output,) = self.graph.graph.find_nodes(op="output")
+        values = dict(zip(self.outputs, output.args[0], strict=True))
+        shape = values["param"].meta["val"].shape
+        return {
+            name.removeprefix("state.")
+            for name, node in values.items()
+            if isinstance(node, fx.Node)
+            and isinstance(node.meta["val"], Tensor)
+            and node.meta["val"].shape == shape
+        } - {"param"}
+
+    def scalar(self, key: str, value: float, on_device: bool) -> Any:
+        """A number that the step adds to the state, as what the optimizer makes of it."""
+        (output,) = self.graph.graph.find_nodes(op="output")
+        made = output.args[0][self.outputs.index(f"state.{key}")]
+        like = made.meta["val"] if isinstance(made, fx.Node) else made
+        if isinstance(like, Tensor):
+            device = like.device if on_device else torch.device("cpu")
+            return torch.tensor(value, dtype=like.dtype, device=device)
+        return int(value) if isinstance(like, (int, torch.SymInt)) else float(value)
+
+    def holds(self, values: Mapping[str, float]) -> bool:
+        """Whether the same branches are taken for other values of hyperparameters and counts."""
+        known = tuple(values[name] for name in self.symbols)
+        if known not in self._held:
+            by_symbol = dict(zip(self.symbols.values(), known))
+            self._held[known] = all(bool(guard.subs(by_symbol)) for guard in self.guards)
+        return not self.guards or self._held[known]
+
+
+def numbers(group: Mapping[str, Any]) -> dict[str, tuple[Path, float]]:
+    """The floats among a param group's hyperparameters, by the name of their input."""
+    found: dict[str, tuple[Path, float]] = {}
+    for key, value in group.items():
+        if type(value) is float:
+            found[f"hyper.{key}"] = ((key,), value)
+        elif type(value) in (tuple, list) and key != "params":
+            for index, item in enumerate(value):
+                if type(item) is float:
+                    found[f"hyper.{key}.{index}"] = ((key, index), item)
+    return found
+
+
+def trace(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    param: Like,
+    grad: Like,
+    state: Mapping[str, Any],
+) -> Update:
+    """Trace the step of `optimizer` for a parameter of one of its groups.
+
+    state: the parameter's, each entry a Like, a number, or something that is passed on as it is.
+
+    Raises:
+        NotElementwise: the step cannot be traced, or does more than update this parameter.
+    """
+    # Optimizers of torch have two forms: with counts as numbers, and, for capture, as tensors. The
+    # second divides by the learning rate: a rate of 0 gives NaN where a gradient was 0. Where the
+    # first branches on a count (RAdam), it cannot be traced.
+    if "capturable" not in group:
+        return _trace(optimizer, group, param, grad, state)
+    try:
+        return _trace(optimizer, {**group, "capturable": False}, param, grad, state)
+    except NotElementwise:
+        return _trace(optimizer, {**group, "capturable": True}, param, grad, state)
+
+
+def _trace(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    param: Like,
+    grad: Like,
+    state: Mapping[str, Any],
+) -> Update:
+    shapes = ShapeEnv()
+    symbols: dict[str, Any] = {}
+
+    def symbol(name: str, value: int | float) -> Any:
+        source = ConstantSource(name)
+        made = shapes.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        symbols[name] = made
+        if isinstance(value, float):
+            return shapes.create_symfloatnode(made, hint=value, source=source)
+        return shapes.create_symintnode(made, hint=value, source=source)
+
+    hyper = numbers(group)
+    values: dict[str, Any] = {}
+    fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    with fake:
+        values["param"] = _empty(param)
+        values["grad"] = _empty(grad)
+        for key, value in state.items():
+            if isinstance(value, Like):
+                values[f"state.{key}"] = _empty(value)
+            elif type(value) in (int, float):
+                values[f"state.{key}"] = symbol(f"state.{key}", value)
+    for name, (_, value) in hyper.items():
+        values[name] = symbol(name, value)
+    with fake:
+        for key, value in group.items():
+            if isinstance(value, Tensor):
+                values[f"hyper.{key}"] = _empty(Like.of(value))
+    kept = {key: value for key, value in state.items() if f"state.{key}" not in values}
+    names, outputs = tuple(values), list[str]()
+
+    def run(*args: Any) -> list[Any]:
+        given = dict(zip(names, args))
+        after = _run(optimizer, _with(group, hyper, given), given, state, kept)
+        outputs[:] = after
+        return list(after.values())
+
+    try:
+        with fake, compiling():
+            graph = make_fx(torch.func.functionalize(run, remove="mutations_and_views"))(
+                *values.values()
+            )
+    except NotElementwise:
+        raise
+    except Exception as error:
+        raise NotElementwise(f"its step cannot be traced: {_first_line(error)}") from error
+    for node, name in zip(graph.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.meta["input"] = name
+    return Update(
+        graph,
+        names,
+        tuple(outputs),
+        {name: path for name, (path, _) in hyper.items()},
+        tuple(guard.expr for guard in shapes.guards),
+        symbols,
+    )
+
+
+def _run(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    given: Mapping[str, Any],
+    state: Mapping[str, Any],
+    kept: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Step a copy of the optimizer that holds one parameter -> outputs by name."""
+    param = given["param"].clone()
+    if param.dtype != given["grad"].dtype:
+        param.grad_dtype = given["grad"].dtype
+    param.grad = given["grad"].clone()
+    before = {key: _copied(given.get(f"state.{key}", kept.get(key))) for key in state}
+    twin = object.__new__(type(optimizer))  # copying would leave out what a subclass added
+    twin.__dict__.update(vars(optimizer))
+    for name in ("grad_scale", "found_inf"):  # a GradScaler's, which is not part of the update
+        twin.__dict__.pop(name, None)
+    twin.param_groups = [{**group, "params": [param]}]
+    twin.state = defaultdict(dict)
+    if state:
+        twin.state[param] = dict(before)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(twin, name, OrderedDict())
+    attributes = {k: v for k, v in vars(twin).items() if k not in ("state", "param_groups")}
+    with torch.no_grad(), mock.patch.object(torch, "tensor", _tensor):
+        _own_step(type(optimizer))(twin)
+    for key, value in vars(twin).items():
+        if key in ("state", "param_groups"):
+            continue
+        if key not in attributes or attributes[key] is not value:
+            raise NotElementwise(f"its step sets the attribute {key!r} of the optimizer")
+    if len(twin.state) > 1:
+        raise NotElementwise("its step keeps state beside the parameter's own")
+    after = {"param": param}
+    for key, value in twin.state.get(param, {}).items():
+        if isinstance(value, Tensor) or type(value) in (int, float, torch.SymInt, torch.SymFloat):
+            after[f"state.{key}"] = value
+        elif key not in kept or kept[key] is not value:
+            raise NotElementwise(f"its state {key!r} is a {type(value).__name__}")
+    return after
+
+
+_original_tensor = torch.tensor
+
+
+def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.tensor, but a number becomes an operation: the tracer computes with constants, and
+    wrongly, where one meets a symbol."""
+    if type(data) in (int, float) and not args and kwargs.keys() <= {"dtype", "device"}:
+        return torch.full((), data, **kwargs)
+    return _original_tensor(data, *args, **kwargs)
+
+
+def _own_step(kind: type) -> Callable[..., Any]:
+    """The class's step without the wrapper that runs hooks, which run outside of a kernel."""
+    step: Any = kind.step  # type: ignore[attr-defined]
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def _with(
+    group: Mapping[str, Any], hyper: Mapping[str, tuple[Path, float]], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The group with symbols for its floats, and one tensor at a time on any device."""
+    made = {
+        key: list(value) if type(value) in (tuple, list) else value for key, value in group.items()
+    }
+    for name, (path, _) in hyper.items():
+        if len(path) == 1:
+            made[str(path[0])] = given[name]
+        else:
+            made[str(path[0])][int(path[1])] = given[name]
+    for key, value in group.items():
+        if type(value) is tuple:
+            made[key] = tuple(made[key])
+        elif isinstance(value, Tensor):
+            made[key] = given[f"hyper.{key}"]
+    for key in ("foreach", "fused"):
+        if key in made:
+            made[key] = False
+    return made
+
+
+def _empty(like: Like) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -1,0 +1,312 @@
+"""fuse(optimizer): every elementwise optimizer against its own arithmetic in double precision.
+
+Tolerance: the reference is in fp64, so what differs is our rounding. One step of fp32 rounds each
+operation by 2^-24 relative to its result; over STEPS steps a value gathers some ten of them:
+1e-6 of the largest value of its tensor, or of the gradients, which are of order one and cancel.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+
+from zcompile.errors import ZeroWarning
+from zcompile.fused import fuse
+
+STEPS = 12
+SHAPES = [(3, 5), (7,), (), (0,), (1,), (130, 33)]
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, lr=0.1),
+    "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "dampening": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, maximize=True),
+    "adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adamw": lambda p: optim.AdamW(p, lr=0.01),
+    "amsgrad": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adamax": lambda p: optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: optim.NAdam(p, lr=0.01, weight_decay=0.01),
+    "radam": lambda p: optim.RAdam(p, lr=0.01),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=0.01),
+    "centered": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.01, lr_decay=0.01),
+    "adadelta": lambda p: optim.Adadelta(p),
+    "rprop": lambda p: optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: optim.ASGD(p, lr=0.01),
+}
+
+
+def parameters(dtype=torch.float32):
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def train(make, steps=STEPS, dtype=torch.float32, fused=True, change=None):
+    params = parameters(dtype)
+    optimizer = make(params)
+    if fused:
+        fuse(optimizer)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+        if change is not None:
+            change(optimizer, step)
+        optimizer.step()
+    return params, optimizer
+
+
+def compare(ours, reference, tolerance=1e-6):
+    (params, optimizer), (wanted, plain) = ours, reference
+    for p, w in zip(params, wanted):
+        close(p, w, tolerance)
+        state, other = optimizer.state[p], plain.state[w]
+        assert list(state) == list(other)
+        for key, value in other.items():
+            if isinstance(value, torch.Tensor):
+                assert state[key].shape == value.shape
+                close(state[key], value, tolerance)
+            else:
+                assert state[key] == value and type(state[key]) is type(value)
+
+
+def close(value, wanted, tolerance):
+    scale = wanted.abs().max().item() if wanted.numel() else 0.0
+    torch.testing.assert_close(
+        value.detach().double(), wanted.detach().double(), rtol=0, atol=tolerance * max(scale, 1.0)
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_the_optimizer_itself_in_double_precision(name):
+    make = OPTIMIZERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ZeroWarning)  # nothing is stepped unfused
+        ours = train(make)
+    assert ours[1].step.fused.programs
+    compare(ours, train(make, dtype=torch.float64, fused=False))
+
+
+def test_a_scheduler_changes_the_rate_of_the_same_kernel():
+    def halve(optimizer, step):
+        optimizer.param_groups[0]["lr"] = 0.1 / 2**step
+
+    ours = train(OPTIMIZERS["adamw"], change=halve)
+    compare(ours, train(OPTIMIZERS["adamw"], dtype=torch.float64, fused=False, change=halve))
+    assert len(ours[1].step.fused.programs) == 2, "one for the first step, which makes the state"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rate_of_zero_changes_nothing(name):
+    """A warm-up begins with it, and rows that were not looked up have gradients of zero."""
+    params = parameters()
+    optimizer = fuse(OPTIMIZERS[name](params))
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before))
+
+
+def test_torch_s_own_schedulers_work():
+    params, optimizer = train(OPTIMIZERS["sgd"], steps=1)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    before = params[0].detach().clone()
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    torch.testing.assert_close(before - params[0], torch.full_like(before, 0.1))
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_compiled_step_is_fused(scheduled):
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = optim.SGD([p], lr=1.0)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5) if scheduled else None
+    step = torch.compile(optimizer.step, backend="zero")
+    optimizer.step = step
+    for call in (optimizer.step, optimizer.step, step):
+        p.grad = torch.ones(3)
+        call()
+        if scheduler is not None:
+            scheduler.step()
+    assert optimizer.step.fused.programs
+    assert p.tolist() == [-1.75 if scheduled else -3.0] * 3
+
+
+def test_a_user_s_function_of_that_name_is_compiled_as_it_is():
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = optim.SGD([p], lr=1.0)
+
+    def step(x):
+        optimizer.step()
+        return x + 1
+
+    p.grad = torch.ones(3)
+    assert torch.compile(step, backend="zero")(torch.zeros(1)).item() == 1
+    assert not hasattr(optimizer.step, "fused") and p.tolist() == [-1.0] * 3
+
+
+class Blend(optim.Optimizer):
+    """A user's own: elementwise, with a count that is a Python number and a branch on it."""
+
+    def __init__(self, params, lr, mix=0.25):
+        super().__init__(params, {"lr": lr, "mix": mix})
+        self.bound = 0.5
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["count"] = 0
+                    state["average"] = torch.zeros_like(p)
+                state["count"] += 1
+                state["average"].lerp_(p.grad.sign(), group["mix"])
+                rate = group["lr"] if state["count"] > 3 else group["lr"] * state["count"] / 3
+                p.add_(state["average"].clamp(-self.bound, self.bound), alpha=-rate)
+
+
+def test_a_user_s_own_optimizer():
+    make = lambda p: Blend(p, 0.1)
+
+    def loosen(optimizer, step):
+        optimizer.bound = 0.25 if step < 5 else 0.5
+
+    ours = train(make, change=loosen)
+    assert ours[1].step.fused.programs and not ours[1].step.fused.warned
+    compare(ours, train(make, dtype=torch.float64, fused=False, change=loosen))
+
+
+class Normed(optim.Optimizer):
+    """Not elementwise."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-8), alpha=group["lr"])
+
+
+def test_what_is_not_elementwise_runs_as_it_is_and_says_so():
+    make = lambda p: Normed(p, 0.1)
+    with pytest.warns(ZeroWarning, match="not fused: .*norm"):
+        ours = train(make)
+    compare(ours, train(make, fused=False), tolerance=0)
+
+
+class Counted(Normed):
+    """Keeps a count on itself, which a kernel would never advance."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / self.steps)
+
+
+def test_a_step_with_side_effects_runs_as_it_is():
+    make = lambda p: Counted(p, 0.1)
+    with pytest.warns(ZeroWarning, match="sets the attribute 'steps'"):
+        ours = train(make)
+    assert ours[1].steps == STEPS
+    compare(ours, train(make, fused=False), tolerance=0)
+
+
+def test_a_state_dict_goes_either_way():
+    make = OPTIMIZERS["adamw"]
+    _, plain = train(make, steps=3, fused=False)
+    params, optimizer = train(make, steps=1)
+    optimizer.load_state_dict(plain.state_dict())
+    assert float(optimizer.state[params[0]]["step"]) == 3
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert float(optimizer.state[params[0]]["step"]) == 4
+    saved = optimizer.state_dict()
+    plain.load_state_dict(saved)
+    assert float(plain.state[plain.param_groups[0]["params"][0]]["step"]) == 4
+
+
+def test_hooks_closures_and_parameters_without_a_gradient():
+    params = parameters()
+    optimizer = fuse(OPTIMIZERS["adam"](params))
+    seen = []
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    params[0].grad = torch.ones_like(params[0])
+    before = params[1].detach().clone()
+    assert optimizer.step(lambda: 7.0) == 7.0
+    assert seen == ["post"] and torch.equal(before, params[1])
+    assert params[1] not in optimizer.state and params[0] in optimizer.state
+
+
+@pytest.mark.parametrize("by_the_optimizer", [False, True])
+def test_a_grad_scaler_in_the_loop(by_the_optimizer):
+    """With fused=True the scaler leaves it to the optimizer to divide and to skip."""
+    results = []
+    for fused in (True, False):
+        params = parameters()
+        optimizer = optim.AdamW(params, lr=0.01, fused=by_the_optimizer)
+        if fused:
+            fuse(optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            factor = float("inf") if step == 2 else 1.0
+            total = sum((p * p * factor).sum() for p in params)
+            scaler.scale(total).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        assert float(optimizer.state[params[0]]["step"]) == 3
+        results.append((params, optimizer))
+    compare(*results)
+
+
+def test_not_finite_and_subnormal_values_are_those_of_the_optimizer():
+    special = [float("nan"), float("inf"), -float("inf"), 1e-42, -1e-42, 0.0, -0.0, 3e38]
+    results = []
+    for fused in (True, False):
+        p = nn.Parameter(torch.linspace(-1, 1, 16))
+        optimizer = optim.Adam([p], lr=0.01, foreach=False)
+        if fused:
+            fuse(optimizer)
+        for _ in range(3):
+            p.grad = torch.tensor(special * 2)
+            optimizer.step()
+        results.append([p.detach(), *optimizer.state[p].values()])
+    for ours, plain in zip(*results):
+        torch.testing.assert_close(ours, plain, equal_nan=True, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_states_of_another_dtype_are_rounded_once_a_step(dtype):
+    """Each stored value is the fp64 arithmetic on the stored ones, rounded to nearest even."""
+    make = lambda p: optim.SGD(p, lr=0.125, momentum=0.5)
+    params, optimizer = train(make, steps=1, dtype=dtype)
+    for _ in range(3):
+        buffers = [optimizer.state[p]["momentum_buffer"] for p in params]
+        old = [(p.detach().double().clone(), b.double().clone()) for p, b in zip(params, buffers)]
+        grads = [torch.full_like(p, 0.3) for p in params]
+        for p, grad in zip(params, grads):
+            p.grad = grad
+        optimizer.step()
+        for (p0, m0), p, grad in zip(old, params, grads):
+            m = m0 * 0.5 + grad.double()
+            assert torch.equal(optimizer.state[p]["momentum_buffer"], m.to(dtype))
+            assert torch.equal(p.detach(), (p0 - 0.125 * m).to(dtype))

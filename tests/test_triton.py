@@ -1,0 +1,204 @@
+"""Emitted Triton: run by its interpreter, and compiled for GPUs that are not there.
+
+In a process with TRITON_INTERPRET=1 nothing compiles, so the interpreter runs in one of its own.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_fused import OPTIMIZERS, train
+
+from zcompile.codegen import build, triton
+from zcompile.codegen.kernel import Kernel, Line, Load, Store
+
+pytest.importorskip("triton")
+
+TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def kernels(name):
+    _, optimizer = train(OPTIMIZERS[name], steps=2)
+    return [program.kernel for program in optimizer.step.fused.programs.values()]
+
+
+def halves():
+    """bf16 in and out, with arithmetic that rounds."""
+    loads = (Load("x", BF16), Load("y", F32))
+    body = (Line("total", "add", ("x", "y")), Line("half", "mul", ("total", 0.3)))
+    stores = (Store("z", "half", BF16), Store("y", "total", F32))
+    return Kernel("halves", loads, (), body, stores, F32)
+
+
+def run_by_the_interpreter():
+    """In the process with TRITON_INTERPRET=1: the same values as by C++, for every optimizer."""
+    counts = [5, 0, 1024, 1500]
+    found = [(name, k) for name in OPTIMIZERS for k in kernels(name)] + [("halves", halves())]
+    for name, kernel in found:
+        torch.manual_seed(0)
+        made = {b: [torch.rand(n).to(d) for n in counts] for b, d in kernel.buffers().items()}
+        if "x" in made:  # ties, and values that no bf16 holds
+            special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 1e-40])
+            made["y"][0].copy_(special)
+        scalars = torch.rand(len(counts), len(kernel.scalars), dtype=torch.float64)
+        results = []
+        for run in (build.on_cpu(kernel), build.by_triton(kernel, torch.device("cpu"))):
+            mine = {b: [t.clone() for t in tensors] for b, tensors in made.items()}
+            addresses = torch.tensor([[t.data_ptr() for t in mine[b]] for b in kernel.buffers()])
+            run(addresses, torch.tensor(counts), scalars)
+            results.append(mine)
+        for store in kernel.stores:
+            for ours, wanted in zip(results[1][store.buffer], results[0][store.buffer]):
+                torch.testing.assert_close(
+                    ours, wanted, rtol=2e-6 if store.dtype == F32 else 0, atol=1e-7, equal_nan=True,
+                    msg=lambda text, name=name, b=store.buffer: f"{name}: {b}: {text}",
+                )  # fmt: skip
+    return len(found)
+
+
+def test_values_by_the_interpreter():
+    code = "import test_triton; print(test_triton.run_by_the_interpreter())"
+    here = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": here + os.pathsep
+             + os.environ.get("PYTHONPATH", "")},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > len(OPTIMIZERS)
+
+
+def compiled(kernel, target, aligned=True, warps=4):
+    import triton as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    scalars = "*fp64" if kernel.compute == torch.float64 else "*fp32"
+    signature = {
+        "addresses": "*i64", "counts": "*i64", "scalars": scalars, "segment_of": "*i32",
+        "first_of": "*i64", "segments": "i32", "BLOCK": "constexpr", "ALIGNED": "constexpr",
+        "BY_HAND": "constexpr",
+    }  # fmt: skip
+    constants = {"BLOCK": 1024, "ALIGNED": aligned, "BY_HAND": False}
+    source = ASTSource(build._jitted(kernel), signature, constants, attrs={})
+    return tl.compile(source, target=GPUTarget(*target), options={"num_warps": warps})
+
+
+def accesses(made):
+    """(wide, narrow): loads and stores of elements, of 16 bytes and of less."""
+    if "ptx" in made.asm:
+        text = made.asm["ptx"]
+        wide = re.findall(r"(?:ld|st)\.global[.\w]*\.v4\.b32", text)
+        masked = re.findall(r"@%p\d+ (?:ld|st)\.global[.\w]*\.b32", text)
+    else:
+        text = made.asm["amdgcn"]
+        wide = re.findall(r"global_(?:load|store)_dwordx4", text)
+        masked = re.findall(r"global_store_dword\b", text)
+    return len(wide), len(masked)
+
+
+def spilled(made):
+    if "ptx" in made.asm:
+        return ".local" in made.asm["ptx"]
+    return not re.search(r"vgpr_spill_count:\s*0\b", made.asm["amdgcn"])
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: str(t[1]))
+def test_compiled_without_a_gpu(target):
+    kernel = kernels("adamw")[-1]
+    made = compiled(kernel, target)
+    wide, _ = accesses(made)
+    # A block of 1024 on 128 threads: two accesses of four elements a thread and buffer (one of 8
+    # on 256 lanes); AdamW loads four buffers and stores three.
+    assert wide >= 7, wide
+    assert made.metadata.shared == 0
+    assert not spilled(made)
+
+
+def test_addresses_that_are_not_aligned_are_not_read_sixteen_bytes_at_a_time():
+    """The control of the test above: without the hint, no access is wide."""
+    wide, _ = accesses(compiled(kernels("adamw")[-1], TARGETS[1], aligned=False))
+    assert wide == 0
+
+
+def test_a_kernel_that_sums_would_use_shared_memory(tmp_path):
+    """The control of `shared == 0`."""
+    import importlib.util
+
+    import triton as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = (
+        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef total(x, out):\n"
+        "    tl.store(out, tl.sum(tl.load(x + tl.arange(0, 1024))))\n"
+    )
+    path = tmp_path / "total.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("total_kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    made = tl.compile(
+        ASTSource(module.total, {"x": "*fp32", "out": "*fp32"}, {}, attrs={}),
+        target=GPUTarget(*TARGETS[1]),
+    )
+    assert made.metadata.shared > 0
+
+
+GOLDEN = '''\
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def to_bf16(value, BY_HAND: tl.constexpr):
+    """Round to nearest even. By hand for the interpreter, which truncates."""
+    if BY_HAND:
+        bits = value.to(tl.uint32, bitcast=True)
+        even = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        even = tl.where(value == value, even, 0x7FC00000)
+        value = even.to(tl.uint32).to(tl.float32, bitcast=True)
+    return value.to(tl.bfloat16)
+
+
+@triton.jit
+def elements(x_at, y_at, z_at, inside, BY_HAND: tl.constexpr):
+    x = tl.load(x_at, mask=inside).to(tl.float32)
+    y = tl.load(y_at, mask=inside)
+    total = x + y
+    half = total * 0.3
+    tl.store(z_at, to_bf16(half, BY_HAND), mask=inside)
+    tl.store(y_at, total, mask=inside)
+
+
+@triton.jit
+def halves(
+    addresses, counts, scalars, segment_of, first_of, segments,
+    BLOCK: tl.constexpr, ALIGNED: tl.constexpr, BY_HAND: tl.constexpr,
+):
+    segment = tl.load(segment_of + tl.program_id(0))
+    first = tl.multiple_of(tl.load(first_of + tl.program_id(0)), BLOCK)
+    count = tl.load(counts + segment)
+    here = first + tl.arange(0, BLOCK)
+    x_at = tl.load(addresses + 0 * segments + segment).to(tl.pointer_type(tl.bfloat16))
+    y_at = tl.load(addresses + 1 * segments + segment).to(tl.pointer_type(tl.float32))
+    z_at = tl.load(addresses + 2 * segments + segment).to(tl.pointer_type(tl.bfloat16))
+    if ALIGNED:
+        x_at = tl.multiple_of(x_at, 16)
+        y_at = tl.multiple_of(y_at, 16)
+        z_at = tl.multiple_of(z_at, 16)
+    if first + BLOCK <= count:  # without a mask, every access is 16 bytes wide
+        elements(x_at + here, y_at + here, z_at + here, None, BY_HAND)
+    else:
+        elements(x_at + here, y_at + here, z_at + here, here < count, BY_HAND)
+'''
+
+
+def test_the_source():
+    assert triton.emit(halves()) == GOLDEN

@@ -1,0 +1,378 @@
+"""An optimizer whose step is one pass over memory: its own update, traced and emitted as a kernel.
+
+`fuse(optimizer)` leaves the optimizer what it is: its param groups, its state (tensors and DTensors
+under the same keys), hooks, schedulers and state_dict work as before. Only `step` computes in
+another way. What cannot become a kernel is stepped by the optimizer itself, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zcompile._torch import disable_dynamo
+from zcompile.codegen import build
+from zcompile.codegen.elementwise import Scalars, split
+from zcompile.codegen.kernel import Kernel
+from zcompile.codegen.trace import Like, NotElementwise, Update, numbers, trace
+from zcompile.errors import ZeroWarning
+from zcompile.parameter import ZeroParameter
+
+# What every optimizer has, and what schedulers and scalers hang on it.
+_KNOWN = frozenset(
+    "defaults state param_groups step _zero_grad_profile_name _opt_called _step_count grad_scale "
+    "found_inf _warned_capturable_if_run_uncaptured _need_device_dtype_check_for_fused "
+    "_step_supports_amp_scaling".split()
+)
+_SCALING = ("grad_scale", "found_inf")  # set by a GradScaler while it calls step
+_PLAIN = (nn.Parameter, Tensor, DTensor, ZeroParameter)
+_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Make `optimizer.step` a fused kernel, in place. Returns the optimizer. Twice is once.
+
+    The update that the optimizer's class defines is traced, whatever the class: it has to treat
+    every element alike. lr and other floats of a param group may change at any time.
+    """
+    if not hasattr(optimizer.step, "fused"):
+        own = type(optimizer).step
+        fused = _Fused(getattr(own, "__wrapped__", own) if hasattr(own, "hooked") else own)
+
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            self._opt_called = True  # what a scheduler asks after
+            return fused.step(self, closure)
+
+        hooked: Any = disable_dynamo(torch.optim.Optimizer.profile_hook_step(step))
+        hooked.fused, hooked._wrapped_by_lr_sched = fused, True
+        optimizer.step = types.MethodType(hooked, optimizer)
+    return optimizer
+
+
+@dataclass(frozen=True)
+class Program:
+    """A kernel that some parameters share, with all that it takes to call it."""
+
+    kernel: Kernel
+    scalars: Scalars
+    run: build.Run
+
+
+@dataclass
+class _Segment:
+    """A parameter that a kernel steps. signature: what that was decided by."""
+
+    param: Tensor
+    grad: Tensor
+    signature: Any
+    update: Update
+    program: Program
+
+
+@dataclass
+class _Fused:
+    own: Callable[..., Any]
+    updates: dict[Any, list[tuple[Update, Program]]] = field(default_factory=dict)
+    refused: dict[Any, str] = field(default_factory=dict)
+    programs: dict[Any, Program] = field(default_factory=dict)
+    segments: dict[int, _Segment] = field(default_factory=dict)
+    warned: bool = False
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            if _is_finite(optimizer):
+                self._step(optimizer)
+        return loss
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        reasons: dict[str, int] = {}
+        done: list[Tensor] = []
+        attributes = _attributes(optimizer)
+        for group in optimizer.param_groups:
+            shared = (attributes, _signature(group))
+            segments = []
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                try:
+                    segments.append(self._segment(optimizer, group, shared, param))
+                    done.append(param)
+                except NotElementwise as error:
+                    reasons[str(error)] = reasons.get(str(error), 0) + 1
+            for program, members in _by_program(segments):
+                _launch(program, members, group, optimizer.state)
+        if reasons:
+            self._run_own(optimizer, done, reasons)
+
+    def _run_own(
+        self, optimizer: torch.optim.Optimizer, done: Sequence[Tensor], reasons: Mapping[str, int]
+    ) -> None:
+        if not self.warned:
+            self.warned = True
+            count = sum(reasons.values())
+            why = "; ".join(reasons)
+            warnings.warn(
+                f"{type(optimizer).__name__} steps {count} of {count + len(done)} parameters "
+                f"itself, not fused: {why}",
+                ZeroWarning,
+                stacklevel=6,
+            )
+        grads = [param.grad for param in done]
+        for param in done:
+            param.grad = None
+        scaling = {k: vars(optimizer).pop(k) for k in _SCALING if k in vars(optimizer)}
+        try:
+            self.own(optimizer)
+        finally:
+            vars(optimizer).update(scaling)
+            for param, grad in zip(done, grads, strict=True):
+                param.grad = grad
+
+    def _segment(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], shared: Any, param: Tensor
+    ) -> _Segment:
+        """What steps a parameter, as before if nothing about it has changed.
+
+        Raises:
+            NotElementwise: no kernel can.
+        """
+        grad = param.grad
+        assert grad is not None
+        state = optimizer.state.get(param, {})
+        kinds = tuple(map(_kind, state.values()))
+        signature = (shared, grad.dtype, tuple(state), kinds)
+        values = {name: value for name, (_, value) in numbers(group).items()}
+        values |= {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
+        known = self.segments.get(id(param))
+        if (
+            known is not None
+            and known.param is param
+            and known.signature == signature
+            and known.update.holds(values)
+        ):
+            known.grad = grad
+            return known
+        if group.get("differentiable"):
+            raise NotElementwise("it is differentiable")
+        _check(param, grad, state)
+        key = (signature, tuple(param.shape), param.dtype, param.device)
+        if key in self.refused:
+            raise NotElementwise(self.refused[key])
+        for update, program in self.updates.setdefault(key, []):  # noqa: B007
+            if update.holds(values):
+                break
+        else:
+            try:
+                update = _traced(optimizer, group, param, grad, state)
+                program = self._program(optimizer, update, group)
+            except NotElementwise as error:
+                self.refused[key] = str(error)
+                raise
+            self.updates[key].append((update, program))
+        made = _Segment(param, grad, signature, update, program)
+        self.segments[id(param)] = made
+        return made
+
+    def _program(
+        self, optimizer: torch.optim.Optimizer, update: Update, group: Mapping[str, Any]
+    ) -> Program:
+        """Parameters of all shapes share one wherever their arithmetic is the same."""
+        kind = type(optimizer)
+        name = f"{kind.__name__.lower()}_step"
+        about = (f"{kind.__module__}.{kind.__qualname__}, one step of every element",)
+        kernel, scalars = split(update, name, about)
+        device = update.graph.graph.find_nodes(op="placeholder")[0].meta["val"].device
+        key = (kernel, tuple((k, scalars.formula(k)) for k in scalars.state), device)
+        if key not in self.programs:
+            try:
+                on_cpu = device.type == "cpu"
+                run = build.on_cpu(kernel) if on_cpu else build.by_triton(kernel, device)
+            except build.CannotBuild as error:
+                raise NotElementwise(f"its kernel cannot be built: {error}") from error
+            self.programs[key] = Program(kernel, scalars, run)
+        return self.programs[key]
+
+
+def _is_finite(optimizer: torch.optim.Optimizer) -> bool:
+    """What torch.amp.GradScaler leaves to fused optimizers: gradients are divided by its scale, and
+    a step with one that is not finite is left out."""
+    scale, found = (getattr(optimizer, name, None) for name in _SCALING)
+    if found is not None and _local(found).item():
+        return False
+    if scale is not None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    _local(param.grad).div_(_local(scale))
+    return True
+
+
+def _traced(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Any],
+) -> Update:
+    """The update of one parameter, by the shape of the whole of it."""
+    like = Like.of(param)
+    likes = {k: Like.of(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+    if param.dim() == 0:
+        # Which of its state is a value of the parameter's, which a count? One with a dimension
+        # tells them apart.
+        like = replace(like, shape=(1,))
+        fresh = trace(optimizer, group, like, replace(like, dtype=grad.dtype), {})
+        wide = fresh.elementwise()
+        likes = {k: replace(v, shape=(1,)) if k in wide else v for k, v in likes.items()}
+    return trace(optimizer, group, like, replace(like, dtype=grad.dtype), likes)
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """Plain values that the optimizer itself carries: its step may depend on them."""
+    found = []
+    for key, value in vars(optimizer).items():
+        if key not in _KNOWN and not key.startswith("_optimizer_"):
+            plain = isinstance(value, (bool, int, float, str, type(None)))
+            found.append((key, value if plain else id(value)))
+    return tuple(found)
+
+
+def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All of a group that is no float: another value is another update."""
+    found: list[Any] = []
+    for key, value in group.items():
+        if key in ("params", "initial_lr", "param_names"):
+            continue
+        if type(value) in (tuple, list):
+            value = tuple("float" if type(item) is float else repr(item) for item in value)
+        elif type(value) is float:
+            value = "float"
+        elif isinstance(value, Tensor):
+            value = (tuple(value.shape), value.dtype, value.device)
+        elif not isinstance(value, (bool, int, str, type(None))):
+            value = id(value)
+        found.append((key, value))
+    return tuple(found)
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.dtype, type(value), value.dim())
+    return type(value) if type(value) in (int, float) else repr(value)
+
+
+def _check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
+    """Raises NotElementwise where memory cannot be handed to a kernel as it lies."""
+    for tensor in (param, grad, *(v for v in state.values() if isinstance(v, Tensor))):
+        if type(tensor) not in _PLAIN:
+            raise NotElementwise(f"a tensor is a {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise NotElementwise(f"a tensor is {tensor.layout}")
+        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+            raise NotElementwise("a gradient is not reduced")
+        if tensor.dtype not in _DTYPES:
+            raise NotElementwise(f"a tensor is {tensor.dtype}")
+    local = _local(param)
+    mine, theirs = (getattr(t, "placements", None) for t in (param, grad))
+    if mine != theirs or _local(grad).shape != local.shape:
+        raise NotElementwise(f"a gradient is {theirs}, its parameter {mine}")
+    for value in state.values():
+        if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
+            mine = _local(value)
+            if mine.shape != local.shape or mine.stride() != local.stride():
+                raise NotElementwise("its state lies otherwise in memory than its parameter")
+    if not torch.ops.aten.is_non_overlapping_and_dense(local):
+        raise NotElementwise("a parameter's memory has gaps")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _by_program(segments: Sequence[_Segment]) -> Iterator[tuple[Program, list[_Segment]]]:
+    found: dict[int, list[_Segment]] = {}
+    for segment in segments:
+        found.setdefault(id(segment.program), []).append(segment)
+    for members in found.values():
+        yield members[0].program, members
+
+
+def _launch(
+    program: Program,
+    members: Sequence[_Segment],
+    group: Mapping[str, Any],
+    states: dict[Tensor, dict[str, Any]],
+) -> None:
+    kernel, scalars = program.kernel, program.scalars
+    given: dict[str, Any] = {name: value for name, (_, value) in numbers(group).items()}
+    owned = [states.get(m.param, {}) for m in members]
+    for name in scalars.inputs:
+        key = name.removeprefix("state.")
+        if name.startswith("state.") and key not in kernel.buffers():
+            given[name] = torch.tensor([float(state[key]) for state in owned], dtype=torch.float64)
+        elif name.startswith("hyper.") and name not in given:
+            given[name] = float(group[name.removeprefix("hyper.")])
+    table, after = scalars(given)
+    table = table.expand(len(members), -1).contiguous()
+    tensors = [_tensors(program, m, state) for m, state in zip(members, owned, strict=True)]
+    names = list(kernel.buffers())
+    addresses = torch.tensor([[t[name].data_ptr() for t in tensors] for name in names])
+    counts = torch.tensor([t["param"].numel() for t in tensors])
+    program.run(addresses, counts, table)
+    written = {store.buffer for store in kernel.stores}
+    torch.autograd.graph.increment_version(
+        [t[name] for t in tensors for name in written if t[name].numel()]
+    )
+    for key, values in after.items():
+        _store(key, values.expand(len(members)).tolist(), members, owned, group)
+    for member, state in zip(members, owned, strict=True):
+        if state and member.param not in states:  # in the order in which the optimizer makes it
+            keys = [name.removeprefix("state.") for name in member.update.outputs]
+            states[member.param] = {key: state[key] for key in keys if key in state}
+
+
+def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[str, Tensor]:
+    """This rank's memory by buffer; state that does not exist yet is made."""
+    param = _local(member.param)
+    grad = _local(member.grad)
+    if grad.stride() != param.stride():
+        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+    found = {"param": param, "grad": grad}
+    for name, dtype in program.kernel.buffers().items():
+        if name not in found:
+            if name not in state:
+                state[name] = torch.empty_like(
+                    member.param, dtype=dtype, memory_format=torch.preserve_format
+                )
+            found[name] = _local(state[name])
+    return found
+
+
+def _store(
+    key: str,
+    values: Sequence[float],
+    members: Sequence[_Segment],
+    owned: Sequence[dict[str, Any]],
+    group: Mapping[str, Any],
+) -> None:
+    """New values of a scalar in the state, in the form that it has or that the optimizer gives."""
+    for member, state, value in zip(members, owned, values, strict=True):
+        before = state.get(key)
+        if isinstance(before, Tensor):
+            before.fill_(value)
+        elif before is not None:
+            state[key] = type(before)(value)
+        else:
+            state[key] = member.update.scalar(key, value, bool(group.get("capturable")))
