@@ -1,7 +1,8 @@
 """One way to run a function on several gloo ranks, for every distributed test.
 
 Ranks live in worker processes that are reused from test to test (an import of torch costs
-seconds) and thrown away after any failure. A call has a timeout that kills them, and an error
+seconds) and thrown away after any failure, and after CALLS calls: what compilers leave behind makes
+every later search among live objects slower. A call has a timeout that kills them, and an error
 shows every rank's traceback.
 """
 
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _spawn = get_context("spawn")
+CALLS = 40
 
 
 class RanksFailed(AssertionError):
@@ -36,6 +38,8 @@ class Ranks:
     def __call__(
         self, function: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 180
     ) -> list[Any]:
+        if world in self.pools and self.pools[world].calls == CALLS:
+            self.pools.pop(world).kill()
         if world not in self.pools:
             self.pools[world] = Pool(world)
         try:
@@ -53,6 +57,7 @@ class Ranks:
 class Pool:
     def __init__(self, world: int) -> None:
         self.world = world
+        self.calls = 0
         store = tempfile.mktemp(prefix="zcompile-store-")
         self.pipes: list[Connection] = []
         self.processes = []
@@ -68,6 +73,7 @@ class Pool:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float
     ) -> list[Any]:
+        self.calls += 1
         for pipe in self.pipes:
             pipe.send((function, args))
         deadline = time.monotonic() + timeout
