@@ -379,7 +379,7 @@ def _formula(value: Any, outermost: bool = False) -> str:
         return repr(value)
     if value.op == "placeholder":
         name: str = value.meta.get("input", value.name)
-        return name.removeprefix("hyper.").removeprefix("state.")
+        return name.removeprefix("hyper.")
     if value.op == "get_attr":
         return repr(operator.attrgetter(value.target)(value.graph.owning_module).item())
     name = getattr(value.target, "__name__", str(value.target)).split(".")[0].removeprefix("sym_")

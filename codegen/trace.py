@@ -25,6 +25,7 @@ from zcompile._torch import (
     make_fx,
 )
 
+_REMEMBERED = 64  # values that guards were asked about
 Path = tuple[str | int, ...]  # ("lr",) or ("betas", 0)
 
 
@@ -89,11 +90,16 @@ class Update:
 
     def holds(self, values: Mapping[str, float]) -> bool:
         """Whether the same branches are taken for other values of hyperparameters and counts."""
-        known = tuple(values[name] for name in self.symbols)
-        if known not in self._held:
-            by_symbol = dict(zip(self.symbols.values(), known))
-            self._held[known] = all(bool(guard.subs(by_symbol)) for guard in self.guards)
-        return not self.guards or self._held[known]
+        if not self.guards:
+            return True
+        asked = set[Any]().union(*(guard.free_symbols for guard in self.guards))
+        known = {symbol: values[n] for n, symbol in self.symbols.items() if symbol in asked}
+        key = tuple(known.values())
+        if key not in self._held:
+            if len(self._held) == _REMEMBERED:
+                self._held.clear()
+            self._held[key] = all(bool(guard.subs(known)) for guard in self.guards)
+        return self._held[key]
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, tuple[Path, float]]:

@@ -6,6 +6,7 @@ operation by 2^-24 relative to its result; over STEPS steps a value gathers some
 """
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -253,6 +254,17 @@ def test_hooks_closures_and_parameters_without_a_gradient():
     assert optimizer.step(lambda: 7.0) == 7.0
     assert seen == ["post"] and torch.equal(before, params[1])
     assert params[1] not in optimizer.state and params[0] in optimizer.state
+
+
+def test_no_gradient_is_held_between_steps():
+    params = parameters()
+    optimizer = fuse(OPTIMIZERS["adamw"](params))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad()
+    assert not any(ref() is not None for ref in held)
 
 
 @pytest.mark.parametrize("by_the_optimizer", [False, True])

@@ -70,7 +70,6 @@ class _Segment:
     """A parameter that a kernel steps. signature: what that was decided by."""
 
     param: Tensor
-    grad: Tensor
     signature: Any
     update: Update
     program: Program
@@ -99,6 +98,7 @@ class _Fused:
         reasons: dict[str, int] = {}
         done: list[Tensor] = []
         attributes = _attributes(optimizer)
+        stepped: dict[int, _Segment] = {}
         for group in optimizer.param_groups:
             shared = (attributes, _signature(group))
             segments = []
@@ -112,6 +112,8 @@ class _Fused:
                     reasons[str(error)] = reasons.get(str(error), 0) + 1
             for program, members in _by_program(segments):
                 _launch(program, members, group, optimizer.state)
+            stepped.update((id(segment.param), segment) for segment in segments)
+        self.segments = stepped  # and no parameter that is gone
         if reasons:
             self._run_own(optimizer, done, reasons)
 
@@ -161,7 +163,6 @@ class _Fused:
             and known.signature == signature
             and known.update.holds(values)
         ):
-            known.grad = grad
             return known
         if group.get("differentiable"):
             raise NotElementwise("it is differentiable")
@@ -180,9 +181,7 @@ class _Fused:
                 self.refused[key] = str(error)
                 raise
             self.updates[key].append((update, program))
-        made = _Segment(param, grad, signature, update, program)
-        self.segments[id(param)] = made
-        return made
+        return _Segment(param, signature, update, program)
 
     def _program(
         self, optimizer: torch.optim.Optimizer, update: Update, group: Mapping[str, Any]
@@ -346,7 +345,8 @@ def _launch(
 def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[str, Tensor]:
     """This rank's memory by buffer; state that does not exist yet is made."""
     param = _local(member.param)
-    grad = _local(member.grad)
+    assert member.param.grad is not None
+    grad = _local(member.param.grad)
     if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     found = {"param": param, "grad": grad}
