@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -74,17 +75,19 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
         there = lambda values, dtype: torch.as_tensor(values, dtype=dtype).to(
             device, non_blocking=True
         )
-        function[(len(segments),)](
-            there(addresses, torch.int64),
-            there(counts, torch.int64),
-            there(scalars, kernel.compute),
-            there(segments, torch.int32),
-            there(firsts, torch.int64),
-            len(counts),
-            BLOCK=block,
-            ALIGNED=not (addresses % 16).any().item(),
-            BY_HAND=device.type == "cpu",
-        )
+        on_cpu = device.type == "cpu"
+        with contextlib.nullcontext() if on_cpu else torch.cuda.device(device):
+            function[(len(segments),)](
+                there(addresses, torch.int64),
+                there(counts, torch.int64),
+                there(scalars, kernel.compute),
+                there(segments, torch.int32),
+                there(firsts, torch.int64),
+                len(counts),
+                BLOCK=block,
+                ALIGNED=not (addresses % 16).any().item(),
+                BY_HAND=on_cpu,
+            )
 
     return run
 

@@ -107,7 +107,13 @@ class _Splitter:
         body, used = _needed(self.lines, [store.value for store in stores])
         kept = {s: n for n, s in self.scalars.items() if s in used}
         loads = [load for load in loads if load.buffer in used]
-        wide = torch.float64 if self.like.dtype == torch.float64 else torch.float32
+        touched = [load.dtype for load in loads] + [store.dtype for store in stores]
+        wide = torch.float64 if torch.float64 in touched else torch.float32
+        for store in stores:
+            read = {a for line in body for a in line.args}
+            if store.buffer == "param" and store.dtype.itemsize < 4 and store.value in read:
+                # As it would be to make up for what rounding it loses.
+                raise NotElementwise("it reads back a parameter that it has rounded")
         scalars = Scalars(self.update.graph.graph, self.inputs, kept, state)
         formulas = tuple(f"{scalar} = {scalars.text(scalar)}" for scalar in kept)
         kernel = Kernel(
@@ -172,7 +178,7 @@ class _Splitter:
                 self.truths.add(self.lines[key])
         return self.lines[key]
 
-    def true(self, operand: Operand) -> bool:
+    def true(self, operand: Any) -> bool:
         return operand in self.truths
 
     def _named(self, node: fx.Node) -> str:
@@ -215,7 +221,13 @@ class _Emit:
 
 
 def _lerp(e: _Emit, start: Any, end: Any, weight: Any) -> str:
-    return e.add(start, e.mul(weight, e.sub(end, start)))
+    """From the nearer end, as torch does: a weight of 1 gives `end` to the last bit."""
+    way = e.sub(end, start)
+    low = lambda: e.add(start, e.mul(weight, way))
+    high = lambda: e.sub(end, e.mul(way, e.sub(1.0, weight)))
+    if isinstance(weight, (int, float)):
+        return low() if abs(weight) < 0.5 else high()
+    return _where(e, e.lt(e.abs(weight), 0.5), low(), high())
 
 
 def _clamp(e: _Emit, x: Any, min: Any = None, max: Any = None) -> Operand:

@@ -7,6 +7,7 @@ step count) are symbols: their values are the graph's inputs, and a branch taken
 
 from __future__ import annotations
 
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -106,12 +107,12 @@ def numbers(group: Mapping[str, Any]) -> dict[str, tuple[Path, float]]:
     """The floats among a param group's hyperparameters, by the name of their input."""
     found: dict[str, tuple[Path, float]] = {}
     for key, value in group.items():
-        if type(value) is float:
-            found[f"hyper.{key}"] = ((key,), value)
+        if isinstance(value, float):  # numpy's too
+            found[f"hyper.{key}"] = ((key,), float(value))
         elif type(value) in (tuple, list) and key != "params":
             for index, item in enumerate(value):
-                if type(item) is float:
-                    found[f"hyper.{key}.{index}"] = ((key, index), item)
+                if isinstance(item, float):
+                    found[f"hyper.{key}.{index}"] = ((key, index), float(item))
     return found
 
 
@@ -121,10 +122,12 @@ def trace(
     param: Like,
     grad: Like,
     state: Mapping[str, Any],
+    marks: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Update:
     """Trace the step of `optimizer` for a parameter of one of its groups.
 
     state: the parameter's, each entry a Like, a number, or something that is passed on as it is.
+    marks: plain attributes that the parameter carries.
 
     Raises:
         NotElementwise: the step cannot be traced, or does more than update this parameter.
@@ -133,11 +136,11 @@ def trace(
     # second divides by the learning rate: a rate of 0 gives NaN where a gradient was 0. Where the
     # first branches on a count (RAdam), it cannot be traced.
     if "capturable" not in group:
-        return _trace(optimizer, group, param, grad, state)
+        return _trace(optimizer, group, param, grad, state, marks)
     try:
-        return _trace(optimizer, {**group, "capturable": False}, param, grad, state)
+        return _trace(optimizer, {**group, "capturable": False}, param, grad, state, marks)
     except NotElementwise:
-        return _trace(optimizer, {**group, "capturable": True}, param, grad, state)
+        return _trace(optimizer, {**group, "capturable": True}, param, grad, state, marks)
 
 
 def _trace(
@@ -146,6 +149,7 @@ def _trace(
     param: Like,
     grad: Like,
     state: Mapping[str, Any],
+    marks: Mapping[str, Any],
 ) -> Update:
     shapes = ShapeEnv()
     symbols: dict[str, Any] = {}
@@ -180,7 +184,7 @@ def _trace(
 
     def run(*args: Any) -> list[Any]:
         given = dict(zip(names, args))
-        after = _run(optimizer, _with(group, hyper, given), given, state, kept)
+        after = _run(optimizer, _with(group, hyper, given), given, state, kept, marks)
         outputs[:] = after
         return list(after.values())
 
@@ -211,18 +215,22 @@ def _run(
     given: Mapping[str, Any],
     state: Mapping[str, Any],
     kept: Mapping[str, Any],
+    marks: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Step a copy of the optimizer that holds one parameter -> outputs by name."""
     param = given["param"].clone()
     if param.dtype != given["grad"].dtype:
         param.grad_dtype = given["grad"].dtype
     param.grad = given["grad"].clone()
+    for name, value in marks.items():
+        setattr(param, name, value)
     before = {key: _copied(given.get(f"state.{key}", kept.get(key))) for key in state}
     twin = object.__new__(type(optimizer))  # copying would leave out what a subclass added
     twin.__dict__.update(vars(optimizer))
     for name in ("grad_scale", "found_inf"):  # a GradScaler's, which is not part of the update
         twin.__dict__.pop(name, None)
-    twin.param_groups = [{**group, "params": [param]}]
+    given_group = {**group, "params": [param]}
+    twin.param_groups = [dict(given_group)]
     twin.state = defaultdict(dict)
     if state:
         twin.state[param] = dict(before)
@@ -236,6 +244,10 @@ def _run(
             continue
         if key not in attributes or attributes[key] is not value:
             raise NotElementwise(f"its step sets the attribute {key!r} of the optimizer")
+    (after_group,) = twin.param_groups
+    changed = [k for k, v in after_group.items() if given_group.get(k) is not v]
+    if changed or len(after_group) < len(given_group):
+        raise NotElementwise(f"its step changes its param group ({', '.join(changed)})")
     if len(twin.state) > 1:
         raise NotElementwise("its step keeps state beside the parameter's own")
     after = {"param": param}

@@ -8,6 +8,7 @@ operation by 2^-24 relative to its result; over STEPS steps a value gathers some
 import warnings
 import weakref
 
+import numpy
 import pytest
 import torch
 from torch import nn, optim
@@ -227,6 +228,122 @@ def test_a_step_with_side_effects_runs_as_it_is():
         ours = train(make)
     assert ours[1].steps == STEPS
     compare(ours, train(make, fused=False), tolerance=0)
+
+
+class ByRule(optim.Optimizer):
+    """Its step is `rule(optimizer, group, parameter, its state)` for each parameter."""
+
+    def __init__(self, params, rule, **attributes):
+        super().__init__(params, {"lr": 0.1})
+        self.__dict__.update(attributes)
+        type(self).rule = staticmethod(rule)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.rule(self, group, p, self.state[p])
+
+
+def counts_in_its_group(optimizer, group, p, state):
+    group["steps"] = group.get("steps", 0) + 1
+    p.sub_(p.grad, alpha=group["lr"] / group["steps"])
+
+
+def knows_single_parameters(optimizer, group, p, state):
+    p.sub_(p.grad, alpha=group["lr"] * (2 if id(p) in optimizer.fast else 1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [(counts_in_its_group, "changes its param group"), (knows_single_parameters, "carries 'fast'")],
+)
+def test_what_a_kernel_would_miss_runs_as_it_is(rule, why):
+    make = lambda p: ByRule(p, rule, **({"fast": {id(p[0])}} if "fast" in why else {}))
+    with pytest.warns(ZeroWarning, match=why):
+        ours = train(make)
+    compare(ours, train(make, fused=False), tolerance=0)
+
+
+def makes_up_for_rounding(optimizer, group, p, state):
+    lost = state.setdefault("lost", torch.zeros_like(p))
+    old = p.clone()
+    p.add_(lost.sub_(p.grad, alpha=group["lr"] * 1e-3))
+    lost.add_(old.sub_(p))
+
+
+def test_a_rounded_parameter_that_is_read_back_runs_as_it_is():
+    make = lambda p: ByRule(p, makes_up_for_rounding)
+    with pytest.warns(ZeroWarning, match="reads back"):
+        ours = train(make, dtype=torch.bfloat16)
+    compare(ours, train(make, dtype=torch.bfloat16, fused=False), tolerance=0)
+
+
+def is_marked(optimizer, group, p, state):
+    p.sub_(p.grad, alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
+def test_a_mark_on_a_parameter_is_seen():
+    def mark(optimizer, step):
+        optimizer.param_groups[0]["params"][0].scale = 3.0
+
+    make = lambda p: ByRule(p, is_marked)
+    ours = train(make, change=mark)
+    assert ours[1].step.fused.programs
+    compare(ours, train(make, dtype=torch.float64, fused=False, change=mark))
+
+
+def test_a_weight_of_one_leaves_nothing_of_the_old_average():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = fuse(optim.Adam([p], betas=(0.0, 0.99)))
+    for value in (1e8, 1.0):
+        p.grad = torch.full_like(p, value)
+        optimizer.step()
+    assert optimizer.state[p]["exp_avg"].tolist() == [1.0] * 4
+
+
+def test_a_rate_from_numpy_is_a_rate():
+    def anneal(optimizer, step):
+        optimizer.param_groups[0]["lr"] = 0.1 * numpy.cos(step / 10)
+
+    ours = train(OPTIMIZERS["sgd"], change=anneal)
+    assert len(ours[1].step.fused.programs) == 1
+    compare(ours, train(OPTIMIZERS["sgd"], dtype=torch.float64, fused=False, change=anneal))
+
+
+def test_state_that_is_loaded_in_another_layout_is_not_read_as_if_it_were_not():
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        optimizer = optim.AdamW([p], lr=0.1)
+        if fused:
+            fuse(optimizer)
+        for step in range(3):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+            if step == 0:
+                state = optimizer.state[p]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = state[key].contiguous()
+        results.append(p.detach())
+    torch.testing.assert_close(*results)
+
+
+def test_an_optimizer_that_needs_its_closure_gets_it():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = fuse(optim.LBFGS([p]))
+
+    def closure():
+        optimizer.zero_grad()
+        value = (p - 2).square().sum()
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(closure)
+    torch.testing.assert_close(p.detach(), torch.full((4,), 2.0))
 
 
 def test_a_state_dict_goes_either_way():

@@ -7,6 +7,7 @@ another way. What cannot become a kernel is stepped by the optimizer itself, and
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,11 +45,22 @@ def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     if not hasattr(optimizer.step, "fused"):
         own = type(optimizer).step
+        given = vars(optimizer).get("step")
+        known = ("_wrapped_by_lr_sched", "_torchdynamo_orig_callable")
+        if given is not None and not any(hasattr(given, name) for name in known):
+            warnings.warn(
+                f"{type(optimizer).__name__}.step was replaced on this object and stays as it is",
+                ZeroWarning,
+                stacklevel=2,
+            )
+            return optimizer
         fused = _Fused(getattr(own, "__wrapped__", own) if hasattr(own, "hooked") else own)
 
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._opt_called = True  # what a scheduler asks after
-            return fused.step(self, closure)
+            if fused.is_more_than_an_update(self, args, kwargs):
+                return fused.own(self, *args, **kwargs)
+            return fused.step(self, *args, **kwargs)
 
         hooked: Any = disable_dynamo(torch.optim.Optimizer.profile_hook_step(step))
         hooked.fused, hooked._wrapped_by_lr_sched = fused, True
@@ -84,7 +96,23 @@ class _Fused:
     segments: dict[int, _Segment] = field(default_factory=dict)
     warned: bool = False
 
-    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def is_more_than_an_update(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> bool:
+        """Whether this call must be the optimizer's own: it needs a closure, or may do more with
+        one than evaluate it first, as torch's own do."""
+        needed = inspect.signature(self.own).parameters.get("closure")
+        if needed is not None and needed.default is inspect.Parameter.empty:
+            return True
+        given = len(args) + len(kwargs)
+        closure = args[0] if args else kwargs.get("closure")
+        if given > 1 or (given == 1 and not args and "closure" not in kwargs):
+            return True
+        return closure is not None and not type(optimizer).__module__.startswith("torch.optim")
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -97,15 +125,20 @@ class _Fused:
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         reasons: dict[str, int] = {}
         done: list[Tensor] = []
-        attributes = _attributes(optimizer)
+        attributes, why_not = _attributes(optimizer)
         stepped: dict[int, _Segment] = {}
         for group in optimizer.param_groups:
-            shared = (attributes, _signature(group))
-            segments = []
+            segments, reason = [], why_not
+            try:
+                shared = (attributes, _signature(group))
+            except NotElementwise as error:
+                shared, reason = ((), ()), str(error)
             for param in group["params"]:
                 if param.grad is None:
                     continue
                 try:
+                    if reason:
+                        raise NotElementwise(reason)
                     segments.append(self._segment(optimizer, group, shared, param))
                     done.append(param)
                 except NotElementwise as error:
@@ -152,8 +185,13 @@ class _Fused:
         grad = param.grad
         assert grad is not None
         state = optimizer.state.get(param, {})
+        if group.get("differentiable"):
+            raise NotElementwise("it is differentiable")
+        _check(param, grad, state)
         kinds = tuple(map(_kind, state.values()))
-        signature = (shared, grad.dtype, tuple(state), kinds)
+        local, marks = _local(param), _marks(param)
+        lies = (tuple(param.shape), local.dtype, local.device, tuple(marks.items()))
+        signature = (shared, grad.dtype, tuple(state), kinds, lies)
         values = {name: value for name, (_, value) in numbers(group).items()}
         values |= {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
         known = self.segments.get(id(param))
@@ -164,10 +202,7 @@ class _Fused:
             and known.update.holds(values)
         ):
             return known
-        if group.get("differentiable"):
-            raise NotElementwise("it is differentiable")
-        _check(param, grad, state)
-        key = (signature, tuple(param.shape), param.dtype, param.device)
+        key = signature
         if key in self.refused:
             raise NotElementwise(self.refused[key])
         for update, program in self.updates.setdefault(key, []):  # noqa: B007
@@ -175,7 +210,7 @@ class _Fused:
                 break
         else:
             try:
-                update = _traced(optimizer, group, param, grad, state)
+                update = _traced(optimizer, group, param, grad, state, marks)
                 program = self._program(optimizer, update, group)
             except NotElementwise as error:
                 self.refused[key] = str(error)
@@ -223,6 +258,7 @@ def _traced(
     param: Tensor,
     grad: Tensor,
     state: Mapping[str, Any],
+    marks: Mapping[str, Any],
 ) -> Update:
     """The update of one parameter, by the shape of the whole of it."""
     like = Like.of(param)
@@ -231,20 +267,34 @@ def _traced(
         # Which of its state is a value of the parameter's, which a count? One with a dimension
         # tells them apart.
         like = replace(like, shape=(1,))
-        fresh = trace(optimizer, group, like, replace(like, dtype=grad.dtype), {})
+        fresh = trace(optimizer, group, like, replace(like, dtype=grad.dtype), {}, marks)
         wide = fresh.elementwise()
         likes = {k: replace(v, shape=(1,)) if k in wide else v for k, v in likes.items()}
-    return trace(optimizer, group, like, replace(like, dtype=grad.dtype), likes)
+    return trace(optimizer, group, like, replace(like, dtype=grad.dtype), likes, marks)
 
 
-def _attributes(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """Plain values that the optimizer itself carries: its step may depend on them."""
+def _attributes(optimizer: torch.optim.Optimizer) -> tuple[tuple[Any, ...], str]:
+    """Plain values that the optimizer itself carries, on which its step may depend; and, where it
+    carries others, which may change unseen or know single parameters, that no kernel is for it."""
     found = []
     for key, value in vars(optimizer).items():
-        if key not in _KNOWN and not key.startswith("_optimizer_"):
-            plain = isinstance(value, (bool, int, float, str, type(None)))
-            found.append((key, value if plain else id(value)))
-    return tuple(found)
+        if key in _KNOWN or key.startswith("_optimizer_"):
+            continue
+        if not _plain(value):
+            return (), f"it carries {key!r}, a {type(value).__name__}"
+        found.append((key, value))
+    return tuple(found), ""
+
+
+def _marks(param: Tensor) -> dict[str, Any]:
+    """Plain attributes that somebody gave a parameter, such as `p.no_decay = True`."""
+    return {k: v for k, v in vars(param).items() if _plain(v) and not k.startswith("_is_param")}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_plain, value))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
 
 
 def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -254,13 +304,13 @@ def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
         if key in ("params", "initial_lr", "param_names"):
             continue
         if type(value) in (tuple, list):
-            value = tuple("float" if type(item) is float else repr(item) for item in value)
-        elif type(value) is float:
+            value = tuple("float" if isinstance(i, float) else repr(i) for i in value)
+        elif isinstance(value, float):
             value = "float"
         elif isinstance(value, Tensor):
             value = (tuple(value.shape), value.dtype, value.device)
-        elif not isinstance(value, (bool, int, str, type(None))):
-            value = id(value)
+        elif not _plain(value):
+            raise NotElementwise(f"its param group holds {key!r}, a {type(value).__name__}")
         found.append((key, value))
     return tuple(found)
 
@@ -274,8 +324,9 @@ def _kind(value: Any) -> Any:
 def _check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
     """Raises NotElementwise where memory cannot be handed to a kernel as it lies."""
     for tensor in (param, grad, *(v for v in state.values() if isinstance(v, Tensor))):
-        if type(tensor) not in _PLAIN:
-            raise NotElementwise(f"a tensor is a {type(tensor).__name__}")
+        for each in (tensor, _local(tensor)):
+            if type(each) not in _PLAIN:
+                raise NotElementwise(f"a tensor is a {type(each).__name__}")
         if tensor.layout != torch.strided:
             raise NotElementwise(f"a tensor is {tensor.layout}")
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
@@ -352,7 +403,7 @@ def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[
     found = {"param": param, "grad": grad}
     for name, dtype in program.kernel.buffers().items():
         if name not in found:
-            if name not in state:
+            if state.get(name) is None:
                 state[name] = torch.empty_like(
                     member.param, dtype=dtype, memory_format=torch.preserve_format
                 )
