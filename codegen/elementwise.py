@@ -27,10 +27,10 @@ Value = Operand | fx.Node  # of a node that is not of the parameter's shape: the
 class Scalars:
     """Numbers as functions of hyperparameters and of the scalars in the state.
 
-    names: of the kernel's scalars; state: keys whose new values are numbers.
+    inputs: those that are numbers; names: of the kernel's scalars; state: keys whose new values are
+    numbers.
     """
 
-    graph: fx.Graph
     inputs: Mapping[str, fx.Node]
     names: Mapping[str, fx.Node]
     state: Mapping[str, Any]
@@ -42,9 +42,7 @@ class Scalars:
         """
         wide = {n: torch.as_tensor(v, dtype=torch.float64) for n, v in values.items()}
         rows = max((v.numel() for v in wide.values()), default=1)
-        known: dict[fx.Node, Any] = {
-            node: wide[name] for name, node in self.inputs.items() if name in wide
-        }
+        known: dict[fx.Node, Any] = {node: wide[name] for name, node in self.inputs.items()}
 
         def of(value: Any) -> Tensor:
             made = _evaluate(value, known)
@@ -114,7 +112,8 @@ class _Splitter:
             if store.buffer == "param" and store.dtype.itemsize < 4 and store.value in read:
                 # As it would be to make up for what rounding it loses.
                 raise NotElementwise("it reads back a parameter that it has rounded")
-        scalars = Scalars(self.update.graph.graph, self.inputs, kept, state)
+        inputs = {name: node for name, node in self.inputs.items() if node not in self.env}
+        scalars = Scalars(inputs, kept, state)
         formulas = tuple(f"{scalar} = {scalars.text(scalar)}" for scalar in kept)
         kernel = Kernel(
             name, tuple(loads), tuple(kept), body, tuple(stores), wide, about + formulas

@@ -331,6 +331,14 @@ def test_state_that_is_loaded_in_another_layout_is_not_read_as_if_it_were_not():
     torch.testing.assert_close(*results)
 
 
+def test_state_that_a_step_no_longer_uses_stays_as_it_is():
+    def switch_off(optimizer, step):
+        optimizer.param_groups[0]["amsgrad"] = step < 4
+
+    ours = train(OPTIMIZERS["amsgrad"], change=switch_off)
+    compare(ours, train(OPTIMIZERS["amsgrad"], dtype=torch.float64, fused=False, change=switch_off))
+
+
 def test_an_optimizer_that_needs_its_closure_gets_it():
     p = nn.Parameter(torch.ones(4))
     optimizer = fuse(optim.LBFGS([p]))

@@ -369,10 +369,10 @@ def _launch(
     given: dict[str, Any] = {name: value for name, (_, value) in numbers(group).items()}
     owned = [states.get(m.param, {}) for m in members]
     for name in scalars.inputs:
-        key = name.removeprefix("state.")
-        if name.startswith("state.") and key not in kernel.buffers():
+        if name.startswith("state."):
+            key = name.removeprefix("state.")
             given[name] = torch.tensor([float(state[key]) for state in owned], dtype=torch.float64)
-        elif name.startswith("hyper.") and name not in given:
+        elif name not in given:
             given[name] = float(group[name.removeprefix("hyper.")])
     table, after = scalars(given)
     table = table.expand(len(members), -1).contiguous()
