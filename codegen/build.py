@@ -7,7 +7,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from zcompile import cache
 from zcompile._torch import load_cpp
 from zcompile.codegen import cpp, triton
 from zcompile.codegen.kernel import Kernel
-from zcompile.codegen.trace import NotElementwise
+from zcompile.codegen.trace import NotElementwise, first_line
 
 
 class CannotBuild(Exception):
@@ -38,9 +38,7 @@ def on_cpu(kernel: Kernel) -> Run:
     try:
         library = load_cpp(cpp.emit(kernel))
     except Exception as error:
-        raise CannotBuild(
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        ) from error
+        raise CannotBuild(first_line(error)) from error
     call = getattr(library, kernel.name)
     call.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64, ctypes.c_int]
     call.restype = None
@@ -69,12 +67,10 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
     block = 1024
 
     def run(addresses: torch.Tensor, counts: torch.Tensor, scalars: torch.Tensor) -> None:
-        segments, firsts = programs(counts.tolist(), block)
-        if not segments:
+        segments, firsts = programs(counts, block)
+        if not len(segments):
             return
-        there = lambda values, dtype: torch.as_tensor(values, dtype=dtype).to(
-            device, non_blocking=True
-        )
+        there = lambda values, dtype: values.to(device, dtype, non_blocking=True)
         on_cpu = device.type == "cpu"
         with contextlib.nullcontext() if on_cpu else torch.cuda.device(device):
             function[(len(segments),)](
@@ -92,14 +88,12 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
     return run
 
 
-def programs(counts: Sequence[int], block: int) -> tuple[list[int], list[int]]:
+def programs(counts: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each Triton program: its segment, and the first element in it."""
-    segments, firsts = list[int](), list[int]()
-    for segment, count in enumerate(counts):
-        for first in range(0, count, block):
-            segments.append(segment)
-            firsts.append(first)
-    return segments, firsts
+    blocks = (counts + block - 1) // block
+    segments = torch.arange(len(counts)).repeat_interleave(blocks)
+    before = blocks.cumsum(0) - blocks  # programs of earlier segments
+    return segments, (torch.arange(len(segments)) - before[segments]) * block
 
 
 def _jitted(kernel: Kernel) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zcompile.codegen.kernel import OPS, Kernel, Line, Operand
+from zcompile.codegen.kernel import INFIX, OPS, Kernel, Line, Operand
 
 _STORED = {
     torch.float32: "float",
@@ -47,10 +47,7 @@ static inline uint16_t to_bf16(float value) {
 }
 """
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=",
-    "gt": ">", "ge": ">=", "and": "&", "or": "|",
-}  # fmt: skip
+_INFIX = {**INFIX, "div": "/"}
 _SPELLED = {
     "neg": "-{0}",
     "not": "!{0}",

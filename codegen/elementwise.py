@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from zcompile._torch import OpOverload
-from zcompile.codegen.kernel import OPS, Kernel, Line, Load, Operand, Store
+from zcompile.codegen.kernel import INFIX, OPS, Kernel, Line, Load, Operand, Store
 from zcompile.codegen.trace import NotElementwise, Update
-
-Value = Operand | fx.Node  # of a node that is not of the parameter's shape: the node, or a constant
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,9 @@ class _Splitter:
         for node in self.update.graph.graph.nodes:
             if node.op == "call_function" and self._elementwise(node):
                 self.env[node] = self._translate(node)
-        (output,) = self.update.graph.graph.find_nodes(op="output")
         stores, state = [], {}
         dtypes = {load.buffer: load.dtype for load in loads}
-        for key, value in zip(self.update.outputs, output.args[0], strict=True):
+        for key, value in self.update.results().items():
             if isinstance(value, fx.Node) and self._elementwise(value):
                 buffer = _buffer(key)
                 dtype = dtypes.get(buffer, value.meta["val"].dtype)
@@ -107,11 +104,10 @@ class _Splitter:
         loads = [load for load in loads if load.buffer in used]
         touched = [load.dtype for load in loads] + [store.dtype for store in stores]
         wide = torch.float64 if torch.float64 in touched else torch.float32
-        for store in stores:
-            read = {a for line in body for a in line.args}
-            if store.buffer == "param" and store.dtype.itemsize < 4 and store.value in read:
-                # As it would be to make up for what rounding it loses.
-                raise NotElementwise("it reads back a parameter that it has rounded")
+        read = {operand for line in body for operand in line.args}
+        if any(s.buffer == "param" and s.dtype.itemsize < 4 and s.value in read for s in stores):
+            # As it would be to make up for what rounding it loses.
+            raise NotElementwise("it reads back a parameter that it has rounded")
         inputs = {name: node for name, node in self.inputs.items() if node not in self.env}
         scalars = Scalars(inputs, kept, state)
         formulas = tuple(f"{scalar} = {scalars.text(scalar)}" for scalar in kept)
@@ -148,7 +144,7 @@ class _Splitter:
         if kind in _CASTS and not (target.is_floating_point or target == torch.bool):
             raise NotElementwise(f"{node.target} gives {target}")
         try:
-            made = rule(_Emit(self, node), *node.args, **kwargs)
+            made = rule(_Emit(self), *node.args, **kwargs)
         except TypeError as error:
             raise NotElementwise(f"{node.target} with {dict(node.kwargs)}: {error}") from error
         return self.line("ne", made, 0.0) if target == torch.bool and not self.true(made) else made
@@ -182,24 +178,18 @@ class _Splitter:
 
     def _named(self, node: fx.Node) -> str:
         """A store's value: a constant becomes a line."""
-        value = self.env[node]
-        if isinstance(value, str) and not self.true(value):
-            return value
-        return (
-            self.line("where", value, 1.0, 0.0)
-            if isinstance(value, str)
-            else self.line("add", value, 0.0)
-        )
+        value = _Emit(self).number(node)
+        return value if isinstance(value, str) else self.line("add", value, 0.0)
 
 
 class _Emit:
     """What a rule writes with: emit.mul(x, y) is a line."""
 
-    def __init__(self, splitter: _Splitter, node: fx.Node) -> None:
-        self.splitter, self.node = splitter, node
+    def __init__(self, splitter: _Splitter) -> None:
+        self.splitter = splitter
 
     def __getattr__(self, op: str) -> Callable[..., str]:
-        return lambda *args: self.splitter.line(op.removesuffix("_"), *map(self.number, args))
+        return lambda *args: self.splitter.line(op, *map(self.number, args))
 
     def number(self, value: Any) -> Operand:
         """A truth value as 1 or 0."""
@@ -265,6 +255,7 @@ _CASTS = {"_to_copy", "convert_element_type", "to"}
 _unary = lambda op: lambda e, x: getattr(e, op)(x)
 _binary = lambda op: lambda e, x, y: getattr(e, op)(x, y)
 _same: Callable[..., Operand] = lambda e, x, *_: e.splitter.operand(x)
+_second: Callable[..., Operand] = lambda e, _, value, *rest: e.splitter.operand(value)
 _constant = lambda value: lambda e, *_: value
 _logic = lambda op: lambda e, *args: e.logic(op, *args)
 
@@ -298,10 +289,7 @@ _RULES: dict[str, Callable[..., Operand]] = {
     "clamp_max": lambda e, x, max: e.minimum(x, max),
     "where": _where,
     "index_put": _index_put,
-    "copy": lambda e, into, value, *_: e.splitter.operand(value),
-    "fill": lambda e, x, value: e.splitter.operand(value),
-    "full_like": lambda e, x, value: e.splitter.operand(value),
-    "full": lambda e, size, value: e.splitter.operand(value),
+    **dict.fromkeys("copy fill full_like full".split(), _second),
     "new_full": lambda e, x, size, value: e.splitter.operand(value),
     "masked_fill": lambda e, x, mask, value: _where(e, mask, value, x),
 }
@@ -378,10 +366,7 @@ _ON_NUMBERS: dict[Any, Callable[..., Any]] = {
     math.ceil: torch.ceil,
 }
 
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "truediv": "/", "pow": "**", "lt": "<",
-    "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
-}  # fmt: skip
+_INFIX = {**INFIX, "div": "/", "truediv": "/", "pow": "**"}
 
 
 def _formula(value: Any, outermost: bool = False) -> str:

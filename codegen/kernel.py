@@ -22,6 +22,13 @@ OPS: dict[str, str] = {
 }
 
 
+# Those that C++, Triton and Python write between their operands alike.
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
+    "ge": ">=", "and": "&", "or": "|",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Line:
     """`name = op(*args)`. A where's first operand, and those of and, or, not, are truth values."""

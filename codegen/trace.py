@@ -7,7 +7,6 @@ step count) are symbols: their values are the graph's inputs, and a branch taken
 
 from __future__ import annotations
 
-import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,6 +47,17 @@ class Like:
 
 
 @dataclass(frozen=True)
+class Case:
+    """What a step sees of one parameter. state: each entry a Like, a number, or something that is
+    passed on as it is; marks: plain attributes that the parameter carries."""
+
+    param: Like
+    grad: Like
+    state: Mapping[str, Any] = field(default_factory=dict)
+    marks: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Update:
     """An optimizer's update of one parameter.
 
@@ -55,7 +65,7 @@ class Update:
     inputs: "param", "grad", "state.<key>", "hyper.<key>" or "hyper.<key>.<index>".
     outputs: "param" and "state.<key>" for each entry of the state after the step.
     hyper: where the value of each "hyper" input lies in a param group.
-    guards: expressions in the inputs' symbols that were true of the values traced with.
+    guards: expressions that were true of the values traced with; symbols: in them, by input.
     """
 
     graph: fx.GraphModule
@@ -66,14 +76,18 @@ class Update:
     symbols: Mapping[str, Any]
     _held: dict[tuple[float, ...], bool] = field(default_factory=dict)
 
+    def results(self) -> dict[str, Any]:
+        """The node, or the constant, of each output."""
+        (output,) = self.graph.graph.find_nodes(op="output")
+        return dict(zip(self.outputs, output.args[0], strict=True))
+
     def elementwise(self) -> set[str]:
         """Keys of the state that have the parameter's shape."""
-        (output,) = self.graph.graph.find_nodes(op="output")
-        values = dict(zip(self.outputs, output.args[0], strict=True))
-        shape = values["param"].meta["val"].shape
+        results = self.results()
+        shape = results["param"].meta["val"].shape
         return {
             name.removeprefix("state.")
-            for name, node in values.items()
+            for name, node in results.items()
             if isinstance(node, fx.Node)
             and isinstance(node.meta["val"], Tensor)
             and node.meta["val"].shape == shape
@@ -81,8 +95,7 @@ class Update:
 
     def scalar(self, key: str, value: float, on_device: bool) -> Any:
         """A number that the step adds to the state, as what the optimizer makes of it."""
-        (output,) = self.graph.graph.find_nodes(op="output")
-        made = output.args[0][self.outputs.index(f"state.{key}")]
+        made = self.results()[f"state.{key}"]
         like = made.meta["val"] if isinstance(made, fx.Node) else made
         if isinstance(like, Tensor):
             device = like.device if on_device else torch.device("cpu")
@@ -93,14 +106,13 @@ class Update:
         """Whether the same branches are taken for other values of hyperparameters and counts."""
         if not self.guards:
             return True
-        asked = set[Any]().union(*(guard.free_symbols for guard in self.guards))
-        known = {symbol: values[n] for n, symbol in self.symbols.items() if symbol in asked}
-        key = tuple(known.values())
-        if key not in self._held:
+        asked = tuple(values[name] for name in self.symbols)
+        if asked not in self._held:
             if len(self._held) == _REMEMBERED:
                 self._held.clear()
-            self._held[key] = all(bool(guard.subs(known)) for guard in self.guards)
-        return self._held[key]
+            known = dict(zip(self.symbols.values(), asked, strict=True))
+            self._held[asked] = all(bool(guard.subs(known)) for guard in self.guards)
+        return self._held[asked]
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, tuple[Path, float]]:
@@ -119,15 +131,9 @@ def numbers(group: Mapping[str, Any]) -> dict[str, tuple[Path, float]]:
 def trace(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
-    param: Like,
-    grad: Like,
-    state: Mapping[str, Any],
-    marks: Mapping[str, Any] = types.MappingProxyType({}),
+    case: Case,
 ) -> Update:
     """Trace the step of `optimizer` for a parameter of one of its groups.
-
-    state: the parameter's, each entry a Like, a number, or something that is passed on as it is.
-    marks: plain attributes that the parameter carries.
 
     Raises:
         NotElementwise: the step cannot be traced, or does more than update this parameter.
@@ -136,21 +142,14 @@ def trace(
     # second divides by the learning rate: a rate of 0 gives NaN where a gradient was 0. Where the
     # first branches on a count (RAdam), it cannot be traced.
     if "capturable" not in group:
-        return _trace(optimizer, group, param, grad, state, marks)
+        return _trace(optimizer, group, case)
     try:
-        return _trace(optimizer, {**group, "capturable": False}, param, grad, state, marks)
+        return _trace(optimizer, {**group, "capturable": False}, case)
     except NotElementwise:
-        return _trace(optimizer, {**group, "capturable": True}, param, grad, state, marks)
+        return _trace(optimizer, {**group, "capturable": True}, case)
 
 
-def _trace(
-    optimizer: torch.optim.Optimizer,
-    group: Mapping[str, Any],
-    param: Like,
-    grad: Like,
-    state: Mapping[str, Any],
-    marks: Mapping[str, Any],
-) -> Update:
+def _trace(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Case) -> Update:
     shapes = ShapeEnv()
     symbols: dict[str, Any] = {}
 
@@ -166,25 +165,23 @@ def _trace(
     values: dict[str, Any] = {}
     fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     with fake:
-        values["param"] = _empty(param)
-        values["grad"] = _empty(grad)
-        for key, value in state.items():
+        values["param"] = _empty(case.param)
+        values["grad"] = _empty(case.grad)
+        for key, value in case.state.items():
             if isinstance(value, Like):
                 values[f"state.{key}"] = _empty(value)
             elif type(value) in (int, float):
                 values[f"state.{key}"] = symbol(f"state.{key}", value)
-    for name, (_, value) in hyper.items():
-        values[name] = symbol(name, value)
-    with fake:
+        for name, (_, value) in hyper.items():
+            values[name] = symbol(name, value)
         for key, value in group.items():
             if isinstance(value, Tensor):
                 values[f"hyper.{key}"] = _empty(Like.of(value))
-    kept = {key: value for key, value in state.items() if f"state.{key}" not in values}
     names, outputs = tuple(values), list[str]()
 
     def run(*args: Any) -> list[Any]:
         given = dict(zip(names, args))
-        after = _run(optimizer, _with(group, hyper, given), given, state, kept, marks)
+        after = _run(optimizer, _with(group, hyper, given), given, case)
         outputs[:] = after
         return list(after.values())
 
@@ -196,16 +193,18 @@ def _trace(
     except NotElementwise:
         raise
     except Exception as error:
-        raise NotElementwise(f"its step cannot be traced: {_first_line(error)}") from error
+        raise NotElementwise(f"its step cannot be traced: {first_line(error)}") from error
     for node, name in zip(graph.graph.find_nodes(op="placeholder"), names, strict=True):
         node.meta["input"] = name
+    guards = tuple(guard.expr for guard in shapes.guards)
+    asked = set[Any]().union(*(guard.free_symbols for guard in guards))
     return Update(
         graph,
         names,
         tuple(outputs),
         {name: path for name, (path, _) in hyper.items()},
-        tuple(guard.expr for guard in shapes.guards),
-        symbols,
+        guards,
+        {name: symbol for name, symbol in symbols.items() if symbol in asked},
     )
 
 
@@ -213,18 +212,17 @@ def _run(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     given: Mapping[str, Any],
-    state: Mapping[str, Any],
-    kept: Mapping[str, Any],
-    marks: Mapping[str, Any],
+    case: Case,
 ) -> dict[str, Any]:
     """Step a copy of the optimizer that holds one parameter -> outputs by name."""
     param = given["param"].clone()
     if param.dtype != given["grad"].dtype:
         param.grad_dtype = given["grad"].dtype
     param.grad = given["grad"].clone()
-    for name, value in marks.items():
+    for name, value in case.marks.items():
         setattr(param, name, value)
-    before = {key: _copied(given.get(f"state.{key}", kept.get(key))) for key in state}
+    kept = {key: value for key, value in case.state.items() if f"state.{key}" not in given}
+    before = {key: _copied(given.get(f"state.{key}", kept.get(key))) for key in case.state}
     twin = object.__new__(type(optimizer))  # copying would leave out what a subclass added
     twin.__dict__.update(vars(optimizer))
     for name in ("grad_scale", "found_inf"):  # a GradScaler's, which is not part of the update
@@ -232,13 +230,14 @@ def _run(
     given_group = {**group, "params": [param]}
     twin.param_groups = [dict(given_group)]
     twin.state = defaultdict(dict)
-    if state:
-        twin.state[param] = dict(before)
+    if before:
+        twin.state[param] = before
+    # A subclass may call the step of its base, which runs them.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, name, OrderedDict())
     attributes = {k: v for k, v in vars(twin).items() if k not in ("state", "param_groups")}
     with torch.no_grad(), mock.patch.object(torch, "tensor", _tensor):
-        _own_step(type(optimizer))(twin)
+        own_step(type(optimizer))(twin)
     for key, value in vars(twin).items():
         if key in ("state", "param_groups"):
             continue
@@ -270,16 +269,16 @@ def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
     return _original_tensor(data, *args, **kwargs)
 
 
-def _own_step(kind: type) -> Callable[..., Any]:
+def own_step(kind: type[Any]) -> Callable[..., Any]:
     """The class's step without the wrapper that runs hooks, which run outside of a kernel."""
-    step: Any = kind.step  # type: ignore[attr-defined]
+    step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def _with(
     group: Mapping[str, Any], hyper: Mapping[str, tuple[Path, float]], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The group with symbols for its floats, and one tensor at a time on any device."""
+    """The group with symbols for its floats, to be stepped one tensor at a time."""
     made = {
         key: list(value) if type(value) in (tuple, list) else value for key, value in group.items()
     }
@@ -307,6 +306,7 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error is and the beginning of what it says."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zcompile.codegen.kernel import Kernel, Line, Operand
+from zcompile.codegen.kernel import INFIX, Kernel, Line, Operand
 from zcompile.codegen.trace import NotElementwise
 
 _HEAD = """\
@@ -38,10 +38,6 @@ _TYPES = {
     torch.bfloat16: "tl.bfloat16",
     torch.float16: "tl.float16",
 }
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
-    "ge": ">=", "and": "&", "or": "|",
-}  # fmt: skip
 _SPELLED = {
     "div": "tl.div_rn({0}, {1})",
     "neg": "-{0}",
@@ -126,8 +122,8 @@ def _lines(kernel: Kernel) -> Iterator[str]:
 
 def _expression(line: Line) -> str:
     args = [_operand(a) for a in line.args]
-    if line.op in _INFIX:
-        return f"{args[0]} {_INFIX[line.op]} {args[1]}"
+    if line.op in INFIX:
+        return f"{args[0]} {INFIX[line.op]} {args[1]}"
     if line.op not in _SPELLED:
         raise NotElementwise(f"{line.op} has no equal in Triton")
     return _SPELLED[line.op].format(*args)

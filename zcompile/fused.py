@@ -22,7 +22,7 @@ from zcompile._torch import disable_dynamo
 from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
 from zcompile.codegen.kernel import Kernel
-from zcompile.codegen.trace import Like, NotElementwise, Update, numbers, trace
+from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
 from zcompile.errors import ZeroWarning
 from zcompile.parameter import ZeroParameter
 
@@ -44,7 +44,6 @@ def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     every element alike. lr and other floats of a param group may change at any time.
     """
     if not hasattr(optimizer.step, "fused"):
-        own = type(optimizer).step
         given = vars(optimizer).get("step")
         known = ("_wrapped_by_lr_sched", "_torchdynamo_orig_callable")
         if given is not None and not any(hasattr(given, name) for name in known):
@@ -54,7 +53,7 @@ def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 stacklevel=2,
             )
             return optimizer
-        fused = _Fused(getattr(own, "__wrapped__", own) if hasattr(own, "hooked") else own)
+        fused = _Fused(own_step(type(optimizer)))
 
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._opt_called = True  # what a scheduler asks after
@@ -77,12 +76,11 @@ class Program:
     run: build.Run
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Segment:
-    """A parameter that a kernel steps. signature: what that was decided by."""
+    """A parameter that a kernel steps."""
 
     param: Tensor
-    signature: Any
     update: Update
     program: Program
 
@@ -93,16 +91,18 @@ class _Fused:
     updates: dict[Any, list[tuple[Update, Program]]] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
     programs: dict[Any, Program] = field(default_factory=dict)
-    segments: dict[int, _Segment] = field(default_factory=dict)
     warned: bool = False
+
+    def __post_init__(self) -> None:
+        closure = inspect.signature(self.own).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
     def is_more_than_an_update(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> bool:
         """Whether this call must be the optimizer's own: it needs a closure, or may do more with
         one than evaluate it first, as torch's own do."""
-        needed = inspect.signature(self.own).parameters.get("closure")
-        if needed is not None and needed.default is inspect.Parameter.empty:
+        if self.needs_closure:
             return True
         given = len(args) + len(kwargs)
         closure = args[0] if args else kwargs.get("closure")
@@ -126,9 +126,9 @@ class _Fused:
         reasons: dict[str, int] = {}
         done: list[Tensor] = []
         attributes, why_not = _attributes(optimizer)
-        stepped: dict[int, _Segment] = {}
         for group in optimizer.param_groups:
             segments, reason = [], why_not
+            hyper = {name: value for name, (_, value) in numbers(group).items()}
             try:
                 shared = (attributes, _signature(group))
             except NotElementwise as error:
@@ -139,14 +139,12 @@ class _Fused:
                 try:
                     if reason:
                         raise NotElementwise(reason)
-                    segments.append(self._segment(optimizer, group, shared, param))
+                    segments.append(self._segment(optimizer, group, hyper, shared, param))
                     done.append(param)
                 except NotElementwise as error:
                     reasons[str(error)] = reasons.get(str(error), 0) + 1
             for program, members in _by_program(segments):
-                _launch(program, members, group, optimizer.state)
-            stepped.update((id(segment.param), segment) for segment in segments)
-        self.segments = stepped  # and no parameter that is gone
+                _launch(program, members, hyper, group, optimizer.state)
         if reasons:
             self._run_own(optimizer, done, reasons)
 
@@ -175,9 +173,15 @@ class _Fused:
                 param.grad = grad
 
     def _segment(
-        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], shared: Any, param: Tensor
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        hyper: Mapping[str, float],
+        shared: Any,
+        param: Tensor,
     ) -> _Segment:
-        """What steps a parameter, as before if nothing about it has changed.
+        """What steps a parameter. hyper: the group's floats; shared: what else of the optimizer and
+        the group an update depends on.
 
         Raises:
             NotElementwise: no kernel can.
@@ -188,39 +192,27 @@ class _Fused:
         if group.get("differentiable"):
             raise NotElementwise("it is differentiable")
         _check(param, grad, state)
-        kinds = tuple(map(_kind, state.values()))
         local, marks = _local(param), _marks(param)
         lies = (tuple(param.shape), local.dtype, local.device, tuple(marks.items()))
-        signature = (shared, grad.dtype, tuple(state), kinds, lies)
-        values = {name: value for name, (_, value) in numbers(group).items()}
-        values |= {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
-        known = self.segments.get(id(param))
-        if (
-            known is not None
-            and known.param is param
-            and known.signature == signature
-            and known.update.holds(values)
-        ):
-            return known
-        key = signature
-        if key in self.refused:
-            raise NotElementwise(self.refused[key])
-        for update, program in self.updates.setdefault(key, []):  # noqa: B007
+        signature = (shared, grad.dtype, tuple(state), tuple(map(_kind, state.values())), lies)
+        counts = {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
+        values = {**hyper, **counts}
+        if signature in self.refused:
+            raise NotElementwise(self.refused[signature])
+        known = self.updates.setdefault(signature, [])
+        for update, program in known:
             if update.holds(values):
-                break
-        else:
-            try:
-                update = _traced(optimizer, group, param, grad, state, marks)
-                program = self._program(optimizer, update, group)
-            except NotElementwise as error:
-                self.refused[key] = str(error)
-                raise
-            self.updates[key].append((update, program))
-        return _Segment(param, signature, update, program)
+                return _Segment(param, update, program)
+        try:
+            update = _traced(optimizer, group, param, grad, state, marks)
+            program = self._program(optimizer, update)
+        except NotElementwise as error:
+            self.refused[signature] = str(error)
+            raise
+        known.append((update, program))
+        return _Segment(param, update, program)
 
-    def _program(
-        self, optimizer: torch.optim.Optimizer, update: Update, group: Mapping[str, Any]
-    ) -> Program:
+    def _program(self, optimizer: torch.optim.Optimizer, update: Update) -> Program:
         """Parameters of all shapes share one wherever their arithmetic is the same."""
         kind = type(optimizer)
         name = f"{kind.__name__.lower()}_step"
@@ -267,10 +259,10 @@ def _traced(
         # Which of its state is a value of the parameter's, which a count? One with a dimension
         # tells them apart.
         like = replace(like, shape=(1,))
-        fresh = trace(optimizer, group, like, replace(like, dtype=grad.dtype), {}, marks)
-        wide = fresh.elementwise()
+        fresh = Case(like, replace(like, dtype=grad.dtype), marks=marks)
+        wide = trace(optimizer, group, fresh).elementwise()
         likes = {k: replace(v, shape=(1,)) if k in wide else v for k, v in likes.items()}
-    return trace(optimizer, group, like, replace(like, dtype=grad.dtype), likes, marks)
+    return trace(optimizer, group, Case(like, replace(like, dtype=grad.dtype), likes, marks))
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> tuple[tuple[Any, ...], str]:
@@ -334,9 +326,9 @@ def _check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
         if tensor.dtype not in _DTYPES:
             raise NotElementwise(f"a tensor is {tensor.dtype}")
     local = _local(param)
-    mine, theirs = (getattr(t, "placements", None) for t in (param, grad))
-    if mine != theirs or _local(grad).shape != local.shape:
-        raise NotElementwise(f"a gradient is {theirs}, its parameter {mine}")
+    placed, as_ = (getattr(t, "placements", None) for t in (param, grad))
+    if placed != as_ or _local(grad).shape != local.shape:
+        raise NotElementwise(f"a gradient is {as_}, its parameter {placed}")
     for value in state.values():
         if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
             mine = _local(value)
@@ -362,11 +354,12 @@ def _by_program(segments: Sequence[_Segment]) -> Iterator[tuple[Program, list[_S
 def _launch(
     program: Program,
     members: Sequence[_Segment],
+    hyper: Mapping[str, float],
     group: Mapping[str, Any],
     states: dict[Tensor, dict[str, Any]],
 ) -> None:
     kernel, scalars = program.kernel, program.scalars
-    given: dict[str, Any] = {name: value for name, (_, value) in numbers(group).items()}
+    given: dict[str, Any] = dict(hyper)
     owned = [states.get(m.param, {}) for m in members]
     for name in scalars.inputs:
         if name.startswith("state."):

@@ -8,7 +8,7 @@ from torch import nn, optim
 from zcompile.codegen import cpp
 from zcompile.codegen.elementwise import split
 from zcompile.codegen.kernel import Kernel, Line, Load, Store
-from zcompile.codegen.trace import Like, NotElementwise, trace
+from zcompile.codegen.trace import Case, Like, NotElementwise, trace
 
 CPU, F32 = torch.device("cpu"), torch.float32
 WIDE, COUNT = Like((3, 5), F32, CPU), Like((), F32, CPU)
@@ -16,7 +16,7 @@ WIDE, COUNT = Like((3, 5), F32, CPU), Like((), F32, CPU)
 
 def traced(make, state=None, grad=WIDE):
     optimizer = make([nn.Parameter(torch.zeros(3, 5))])
-    return trace(optimizer, optimizer.param_groups[0], WIDE, grad, state or {})
+    return trace(optimizer, optimizer.param_groups[0], Case(WIDE, grad, state or {}))
 
 
 def test_momentum():
