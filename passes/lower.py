@@ -7,8 +7,9 @@
 | all-reduce | one flat all_reduce_ in place | one flat functional all_reduce |
 
 With one rank collectives vanish: a gather is a cast or nothing, and so is a reduction. The
-arithmetic (casts, means, packing) becomes plain operations that Inductor fuses. This is the first
-graph that may differ between ranks, by the rows that they own.
+arithmetic (casts, packing, and means but those of messages) becomes plain operations that Inductor
+fuses: a mean of messages is one operation, or what fuses of several would hold all of them at once.
+This is the first graph that may differ between ranks, by the rows that they own.
 """
 
 from __future__ import annotations
@@ -168,7 +169,6 @@ class Lower:
         _, received, dtype, reduce_dtype, group, key = node.args
         sent = received[0].args[0].args[0]
         results = item_users(node)
-        news = []
         wire = received[0].meta["val"].dtype
         with graph.inserting_before(node):
             add(graph, WAIT, (received, sent, group, key, order), None)

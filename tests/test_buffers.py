@@ -1,4 +1,4 @@
-"""Host memory is used again, and what is kept never raises the peak."""
+"""Host memory is used again, and little is kept while nothing uses it."""
 
 import pytest
 import torch

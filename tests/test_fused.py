@@ -140,6 +140,19 @@ def test_a_compiled_step_is_fused(scheduled):
     assert p.tolist() == [-1.75 if scheduled else -3.0] * 3
 
 
+def test_a_compiled_step_keeps_nothing_else_from_being_compiled():
+    """Dynamo runs all of torch's own functions and modules through one and the same frame."""
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = optim.SGD([p], lr=1.0)
+    optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step = torch.compile(optimizer.step, backend="zero")
+    p.grad = torch.ones(3)
+    optimizer.step()
+    graphs = []
+    torch.compile(nn.Linear(2, 2), backend=lambda gm, _: graphs.append(gm) or gm)(torch.ones(2))
+    assert len(graphs) == 1
+
+
 def test_a_user_s_function_of_that_name_is_compiled_as_it_is():
     p = nn.Parameter(torch.zeros(3))
     optimizer = optim.SGD([p], lr=1.0)

@@ -37,9 +37,10 @@ import torch._functorch.config as functorch_config
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, set_code_exec_strategy
 from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame, Unsupported
 from torch._dynamo.source import ConstantSource
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.codecache import CppCodeCache
@@ -74,6 +75,7 @@ __all__ = [
     "aot_autograd",
     "before_each_compile",
     "code_being_compiled",
+    "compile_from_now_on",
     "compile_fx",
     "compile_fx_inner",
     "compiled_call",
@@ -194,8 +196,19 @@ def redirect_compiled(frame: FrameType, function: Callable[..., Any]) -> None:
 
 
 def run_uncompiled(why: str) -> NoReturn:
-    """Called while Dynamo is about to trace a frame: let it run as it is."""
-    raise Unsupported("zcompile", why)
+    """Called while Dynamo is about to trace a frame: let it, and all that it calls, run as it is.
+
+    Dynamo keeps to that for the frame's code, which is one code for all of torch's own functions
+    and modules: once the frame runs, call `compile_from_now_on` with it.
+    """
+    error = Unsupported("zcompile", why)
+    error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    raise error
+
+
+def compile_from_now_on(code: CodeType) -> None:
+    """Take back what `run_uncompiled` said about a code."""
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def code_being_compiled() -> CodeType | None:

@@ -16,14 +16,12 @@ import torch
 SMALLEST_BYTES = 2**20
 # Vector loads and the network stack like whole cache lines.
 ALIGNMENT = 64
-
-
 # What is idle raises the peak by as much, and a fresh block costs little where pages are huge. So
 # this much is kept, in the blocks that were given back last. A larger one is kept alone, until the
 # next request: a parameter that is last in forward is first in backward.
 IDLE_BYTES = 64 * 2**20
 
-_idle: list[np.ndarray] = []  # in the order in which they were given back
+_idle: list[np.ndarray] = []  # in the order in which they were given back, the larger one last
 
 
 def empty(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -54,10 +52,9 @@ def _block(nbytes: int) -> np.ndarray:
 
 
 def _give_back(block: np.ndarray) -> None:
-    if block.nbytes > IDLE_BYTES:
-        _idle[:] = [each for each in _idle if each.nbytes <= IDLE_BYTES]
-    _idle.append(block)
-    small = [each.nbytes for each in _idle if each.nbytes <= IDLE_BYTES]
-    while sum(small) > IDLE_BYTES:
+    every = [*_idle, block]
+    small = [each for each in every if each.nbytes <= IDLE_BYTES]
+    large = [each for each in every if each.nbytes > IDLE_BYTES]
+    while sum(each.nbytes for each in small) > IDLE_BYTES:
         small.pop(0)
-        del _idle[next(i for i, each in enumerate(_idle) if each.nbytes <= IDLE_BYTES)]
+    _idle[:] = [*small, *large[-1:]]

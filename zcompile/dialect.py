@@ -187,6 +187,9 @@ def _wait(
 
 
 @_fake("wait_")
+@_fake("publish_")
+@_fake("drain_")
+@_fake("mean_")
 def _(*_: Any) -> None:
     return None
 
@@ -199,19 +202,9 @@ def _publish(
     comm.publish([list(islice(rest, count)) for count in counts], keys, comm.find(group))
 
 
-@_fake("publish_")
-def _(*_: Any) -> None:
-    return None
-
-
 @_implement("drain_")
 def _drain(group: str, order: Tensor) -> None:
     comm.drain(comm.find(group))
-
-
-@_fake("drain_")
-def _(*_: Any) -> None:
-    return None
 
 
 @_implement("reduce_start")
@@ -255,11 +248,6 @@ def _reduce_finish(
     return _mean(grads, received, dtype, reduce_dtype, group)
 
 
-@_fake("reduce_finish")
-def _(grads: list[Tensor], received: list[Tensor], dtype: torch.dtype, *_: Any) -> list[Tensor]:
-    return [parts.new_empty(parts.shape[1:], dtype=dtype) for parts in received]
-
-
 @_implement("mean")
 def _mean(
     grads: list[Tensor],
@@ -277,6 +265,7 @@ def _mean(
 
 
 @_fake("mean")
+@_fake("reduce_finish")
 def _(grads: list[Tensor], received: list[Tensor], dtype: torch.dtype, *_: Any) -> list[Tensor]:
     return [parts.new_empty(parts.shape[1:], dtype=dtype) for parts in received]
 
@@ -288,11 +277,6 @@ def _mean_in_place(received: list[Tensor], grads: list[Tensor], group: str) -> N
         first, last = where.owned(grad.shape[0])
         own, dtype = grad[first:last], parts.dtype
         collectives.mean_of_parts(own, parts, dtype, dtype, out=parts[0])
-
-
-@_fake("mean_")
-def _(*_: Any) -> None:
-    return None
 
 
 @_implement("all_reduce_start")

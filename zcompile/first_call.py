@@ -5,6 +5,8 @@ the compiled object that is being called and its options; the modules that it wi
 right there, so that the very first trace sees shards. (Sharding inside the backend would be too
 late: Dynamo refuses a model that changed while it was traced.)
 
+A compiled optimizer.step is found there too, and becomes a fused one.
+
 What cannot be found that way, such as a model that only a nested function knows, is met in the
 backend as a graph of whole parameters: `FirstCall` shards their owners and runs that graph as it
 is; the next call compiles.
@@ -21,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,8 @@ from zcompile._torch import (
     OptimizeContext,
     OptimizedModule,
     before_each_compile,
+    code_being_compiled,
+    compile_from_now_on,
     compiled_call,
     original_backend,
     redirect_compiled,
@@ -55,30 +59,35 @@ def watch(backend: Backend) -> None:
 
     def start(_: Any) -> None:
         for frame in _stack():
-            _fuse_what_is_called(frame, backend)
-            found = _call(frame, backend)
-            if found is not None:
-                modules, options = found
-                try:
-                    shard_whole(modules, Options.parse(options))
-                except ZeroError as error:
-                    raise shortened(error) from error.__cause__
-                return
+            call = compiled_call(frame)
+            if call is None or not _is_of(call[0], backend):
+                continue
+            optimizer = _steps_for(call[1])
+            if optimizer is not None:
+                redirect_compiled(frame, fuse(optimizer).step)
+                _run_own_step_once(optimizer)
+            modules, options = _called(frame, *call)
+            try:
+                shard_whole(modules, Options.parse(options))
+            except ZeroError as error:
+                raise shortened(error) from error.__cause__
+            return
 
     before_each_compile(start)
     _watch_optimizers(backend)
 
 
-def _fuse_what_is_called(frame: FrameType, backend: Backend) -> None:
-    """torch.compile(optimizer.step, backend="zero"): what was compiled becomes the fused step. This
-    first call runs the optimizer's own, uncompiled."""
-    call = compiled_call(frame)
-    if call is None or not _is_of(call[0], backend):
-        return
-    owner = _steps_for(call[1])
-    if owner is not None:
-        redirect_compiled(frame, fuse(owner).step)
-        run_uncompiled(f"{type(owner).__name__}.step becomes a fused kernel")
+def _run_own_step_once(optimizer: torch.optim.Optimizer) -> NoReturn:
+    """Finish the call during which a step was fused: the optimizer's own step, uncompiled."""
+    code = code_being_compiled()
+    assert code is not None
+
+    def begun(*_: Any) -> None:
+        compile_from_now_on(code)
+        hook.remove()
+
+    hook = optimizer.register_step_pre_hook(begun)
+    run_uncompiled(f"{type(optimizer).__name__}.step becomes a fused kernel")
 
 
 def _steps_for(function: Any, depth: int = 3) -> torch.optim.Optimizer | None:
@@ -209,15 +218,10 @@ def _stack() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _call(frame: FrameType, backend: Backend) -> tuple[list[nn.Module], Mapping[str, Any]] | None:
-    """The modules and options of a call of something compiled with `backend`, if `frame` is one."""
-    call = compiled_call(frame)
-    if call is None:
-        return None
-    context, function, args, kwargs = call
-    compiler = original_backend(context)
-    if not _is_of(context, backend):
-        return None
+def _called(
+    frame: FrameType, context: OptimizeContext, function: Any, args: Any, kwargs: Any
+) -> tuple[list[nn.Module], Mapping[str, Any]]:
+    """The modules and options of a call of something compiled, whose `frame` it is."""
     values = [function, *_known_to(function)]
     values += torch.utils._pytree.tree_leaves((args, kwargs))
     if frame.f_back is not None:
@@ -229,7 +233,7 @@ def _call(frame: FrameType, backend: Backend) -> tuple[list[nn.Module], Mapping[
             value = value._orig_mod
         if isinstance(value, nn.Module):
             modules[id(value)] = value
-    options = getattr(compiler, "kwargs", {}).get("options") or {}
+    options = getattr(original_backend(context), "kwargs", {}).get("options") or {}
     return list(modules.values()), options
 
 

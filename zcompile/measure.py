@@ -58,17 +58,13 @@ class Marks(TorchDispatchMode):
         self.drained = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = "issue" if func in _ISSUES else "wait" if func in _WAITS else ""
-        if func is DRAIN:
-            begin = time.perf_counter()
-            func(*args, **(kwargs or {}))
-            self.drained += time.perf_counter() - begin
-            return None
-        if not kind:
-            return func(*args, **(kwargs or {}))
         begin = time.perf_counter()
         result = func(*args, **(kwargs or {}))
-        self.marks.append(Mark(kind, begin - self.begin, time.perf_counter() - self.begin))
+        if func is DRAIN:
+            self.drained += time.perf_counter() - begin
+        elif func in _ISSUES or func in _WAITS:
+            kind = "issue" if func in _ISSUES else "wait"
+            self.marks.append(Mark(kind, begin - self.begin, time.perf_counter() - self.begin))
         return result
 
     def run(self) -> Run:
