@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from zcompile._torch import OpOverload
-from zcompile.codegen.kernel import INFIX, OPS, Kernel, Line, Load, Operand, Store
+from zcompile.codegen.kernel import FACTOR, INFIX, OPS, Kernel, Line, Load, Operand, Store
 from zcompile.codegen.trace import NotElementwise, Update
 
 
@@ -25,8 +25,8 @@ from zcompile.codegen.trace import NotElementwise, Update
 class Scalars:
     """Numbers as functions of hyperparameters and of the scalars in the state.
 
-    inputs: those that are numbers; names: of the kernel's scalars; state: keys whose new values are
-    numbers.
+    inputs: those that are numbers; names: of the kernel's scalars, but FACTOR; state: keys whose
+    new values are numbers.
     """
 
     inputs: Mapping[str, fx.Node]
@@ -86,6 +86,8 @@ class _Splitter:
             if isinstance(value, Tensor) and (key in ("param", "grad") or value.dim()):
                 loads.append(Load(_buffer(key), value.dtype))
                 self.env[node] = _buffer(key)
+                if key == "grad":
+                    self.env[node] = self.line("mul", "grad", FACTOR)
         for node in self.update.graph.graph.nodes:
             if node.op == "call_function" and self._elementwise(node):
                 self.env[node] = self._translate(node)
@@ -111,9 +113,8 @@ class _Splitter:
         inputs = {name: node for name, node in self.inputs.items() if node not in self.env}
         scalars = Scalars(inputs, kept, state)
         formulas = tuple(f"{scalar} = {scalars.text(scalar)}" for scalar in kept)
-        kernel = Kernel(
-            name, tuple(loads), tuple(kept), body, tuple(stores), wide, about + formulas
-        )
+        taken = (*kept, FACTOR) if FACTOR in used else tuple(kept)
+        kernel = Kernel(name, tuple(loads), taken, body, tuple(stores), wide, about + formulas)
         return kernel, scalars
 
     def _elementwise(self, node: fx.Node) -> bool:

@@ -14,6 +14,9 @@ import torch
 
 Operand = str | float  # a value's name, or a constant
 
+# The scalar that a kernel multiplies a gradient by as it loads it (1 / loss scale, a clip's share).
+FACTOR = "grad_factor"
+
 # Every operation that an emitter knows, and what it gives: a number ("x") or a truth value ("?").
 OPS: dict[str, str] = {
     **dict.fromkeys("add sub mul div neg sqrt rsqrt exp log pow abs sign".split(), "x"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -142,11 +143,18 @@ def trace(
     # second divides by the learning rate: a rate of 0 gives NaN where a gradient was 0. Where the
     # first branches on a count (RAdam), it cannot be traced.
     if "capturable" not in group:
-        return _trace(optimizer, group, case)
+        return _aside(_trace, optimizer, group, case)
     try:
-        return _trace(optimizer, {**group, "capturable": False}, case)
+        return _aside(_trace, optimizer, {**group, "capturable": False}, case)
     except NotElementwise:
-        return _trace(optimizer, {**group, "capturable": True}, case)
+        return _aside(_trace, optimizer, {**group, "capturable": True}, case)
+
+
+def _aside(function: Callable[..., Update], *args: Any) -> Update:
+    """Call it in a thread of its own. Whoever asks may run a compiled graph, below autograd and
+    functionalization: what a dispatcher is told there holds for a thread, and would be traced."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(torch.no_grad()(function), *args).result()
 
 
 def _trace(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Case) -> Update:

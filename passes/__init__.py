@@ -8,6 +8,7 @@ In the order in which they run:
 | residency | joint | which gathered parameters are kept for backward, which gathered again |
 | sink | backward | computes large values late, so that fewer are alive at once |
 | place | forward, backward | merges gathers and reductions and puts them where the plan says |
+| update | backward | hands gradients to the optimizer where they are complete |
 | release | forward, backward | marks where a bucket's parameters are last used |
 | lower | forward, backward | chooses the primitive that carries each collective |
 
@@ -20,6 +21,7 @@ from zcompile.passes.place import Place
 from zcompile.passes.release import Release
 from zcompile.passes.residency import Residency
 from zcompile.passes.sink import Sink
+from zcompile.passes.update import Update
 from zcompile.passes.verify import verify
 
-__all__ = ["Lower", "Partition", "Place", "Release", "Residency", "Sink", "verify"]
+__all__ = ["Lower", "Partition", "Place", "Release", "Residency", "Sink", "Update", "verify"]

@@ -24,7 +24,7 @@ from zcompile._torch import OpOverload
 from zcompile.collectives import all_reduce_bytes, mean_in_place, wire_dtype
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.layout import chunk_rows, largest_shard
-from zcompile.passes.graph import hint, is_view, size_of, trivial_source
+from zcompile.passes.graph import hint, is_view, returned_as, size_of, trivial_source
 from zcompile.schedule.step import Gather, Op, Owned, Reduction, Step
 
 _REDUCTIONS = (REDUCE_GRAD, ALL_REDUCE_GRAD)
@@ -92,12 +92,14 @@ def extract(
     world: int,
     native: bool,
     fused: bool,
+    updates: Mapping[str, int] | None = None,
 ) -> Step:
     """The step that `graphs` make, in order of execution: (direction, graph) each.
 
     fused: whether the engine fuses (Inductor), or every operation stores what it computes.
+    updates: parameters that the step also updates, and the bytes which that reads and writes.
     """
-    reader = _Reader(world, native, fused)
+    reader = _Reader(world, native, fused, updates or {})
     for direction, gm in graphs:
         reader.read(direction, gm)
     return reader.step()
@@ -108,6 +110,7 @@ class _Reader:
     world: int
     native: bool
     fused: bool
+    updates: Mapping[str, int] = field(default_factory=dict)
     directions: list[str] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
@@ -237,6 +240,8 @@ class _Reader:
         held = _largest_shard(value, self.world) if scatter else _count(value)
         uses = [position[u] for u in node.users if u in position]
         at = position[grad] + 1 if grad in position else at
+        alone = returned_as(node) is not None
+        update_bytes = self.updates.get(str(name), 0) if alone else 0
         sent = (
             _sent(value, wire, self.world, self.native)
             if scatter
@@ -252,9 +257,11 @@ class _Reader:
                 mergeable=f"{node.target} {value.dtype} {dtype} {reduce_dtype}",
                 in_place=scatter and not self.native
                 and mean_in_place(self.world, wire, reduce_dtype, dtype),
+                update_bytes=update_bytes,
             )
         )  # fmt: skip
-        self.text.append(f"reduce {name} {_shape_text(grad)}")
+        updated = f", {update_bytes} bytes of update" if update_bytes else ""
+        self.text.append(f"reduce {name} {_shape_text(grad)}{updated}")
 
     def _made(
         self, node: fx.Node, at: int, home: Mapping[fx.Node, Any], stored: set[fx.Node] | None

@@ -72,6 +72,19 @@ def trivial_source(node: fx.Node) -> fx.Node:
     return node
 
 
+def returned_as(node: fx.Node) -> fx.Node | None:
+    """The node that the graph returns for `node`: itself, or a view of it that changes nothing.
+    None where anything else reads it."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        if user.op == "output":
+            return node
+        if trivial_source(user) is not trivial_source(node):
+            return None
+        node = user
+    return None
+
+
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None

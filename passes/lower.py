@@ -36,6 +36,7 @@ from zcompile.dialect import (
     REDUCE_START,
     RELEASE,
     REPLICATE,
+    UPDATE,
     WAIT,
 )
 from zcompile.layout import owned_rows
@@ -51,7 +52,7 @@ class Lower:
     native: bool = False
     pg: str = ""
     name: ClassVar[str] = "lower"
-    after: ClassVar[tuple[str, ...]] = ("place", "release")
+    after: ClassVar[tuple[str, ...]] = ("place", "update", "release")
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph = gm.graph
@@ -126,9 +127,9 @@ class Lower:
             self._publish(graph, order)
         for node in calls(
             graph, GATHER_START, WAIT, REDUCE_START, REDUCE_FINISH, ALL_REDUCE_START,
-            ALL_REDUCE_FINISH,
+            ALL_REDUCE_FINISH, UPDATE,
         ):  # fmt: skip
-            if node.target in (GATHER_START, WAIT):
+            if node.target in (GATHER_START, WAIT, UPDATE):
                 node.args = (*node.args, order)
             elif node.target is REDUCE_START:
                 self._p2p_reduce_start(graph, node, order)

@@ -30,17 +30,17 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, set_code_exec_strategy
-from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame, Unsupported
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+from torch._dynamo.exc import RestartAnalysis, ShortenTraceback, SkipFrame
+from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 from torch._dynamo.source import ConstantSource
-from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.codecache import CppCodeCache
@@ -75,7 +75,6 @@ __all__ = [
     "aot_autograd",
     "before_each_compile",
     "code_being_compiled",
-    "compile_from_now_on",
     "compile_fx",
     "compile_fx_inner",
     "compiled_call",
@@ -91,7 +90,6 @@ __all__ = [
     "original_backend",
     "redirect_compiled",
     "register_process_group",
-    "run_uncompiled",
     "saved_tensors_first",
     "select_decomp_table",
     "set_grad_enabled",
@@ -169,6 +167,27 @@ def before_each_compile(callback: Callable[[Any], None]) -> None:
     callback_handler.start_callbacks.append(callback)
 
 
+def before_each_call(backend: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` whenever something compiled with `backend` is called: outside of Dynamo, in a
+    frame below that of the call, and before hooks of the module that is called.
+
+    Dynamo asks a backend for a context (`backend_ctx_ctor`) to enter around each call. Where
+    torch.compile gave it the backend, it asks wrappers, which do not pass the question on.
+    """
+
+    def entered() -> contextlib.AbstractContextManager[None]:
+        callback()
+        return contextlib.nullcontext()
+
+    def asked(wrapper: Any) -> Any:
+        given = wrapper._torchdynamo_orig_backend
+        given = getattr(given, "compiler_fn", given)
+        return getattr(given, "backend_ctx_ctor", contextlib.nullcontext)
+
+    backend.backend_ctx_ctor = entered
+    WrapBackendDebug.backend_ctx_ctor = property(asked)
+
+
 def shortened(error: Exception) -> Exception:
     """The same error in a form that Dynamo hands to the caller as it is, without its own frames."""
     kind = type(error)
@@ -193,22 +212,6 @@ def redirect_compiled(frame: FrameType, function: Callable[..., Any]) -> None:
         cells = each.__closure__ if isinstance(each, FunctionType) else None
         if cells and cells[index].cell_contents is called:
             cells[index].cell_contents = function
-
-
-def run_uncompiled(why: str) -> NoReturn:
-    """Called while Dynamo is about to trace a frame: let it, and all that it calls, run as it is.
-
-    Dynamo keeps to that for the frame's code, which is one code for all of torch's own functions
-    and modules: once the frame runs, call `compile_from_now_on` with it.
-    """
-    error = Unsupported("zcompile", why)
-    error.frame_exec_strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
-    raise error
-
-
-def compile_from_now_on(code: CodeType) -> None:
-    """Take back what `run_uncompiled` said about a code."""
-    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def code_being_compiled() -> CodeType | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from zcompile import comm, machine, planning
+from zcompile import comm, machine, planning, updates
 from zcompile._torch import (
     COMPILER_CONTROL_FLOW,
     CustomPartitionerFn,
@@ -37,7 +37,7 @@ from zcompile.first_call import FirstCall, watch
 from zcompile.options import Options
 from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter
-from zcompile.passes import Lower, Partition, Place, Release, verify
+from zcompile.passes import Lower, Partition, Place, Release, Update, verify
 from zcompile.passes.partition import BranchError
 from zcompile.pipeline import Pass, describe, run
 from zcompile.replan import Replan
@@ -49,6 +49,7 @@ OPTIONAL = ("release",)
 
 Run = Callable[[list[Any]], Any]  # takes its arguments in a list that it empties
 Rows = tuple[Collective, ...]
+Spare = Callable[[], tuple[Run, Rows]]
 
 
 def zero(
@@ -132,16 +133,35 @@ class Build:
     plan: Plan | None = None
     replan: Replan | None = None
 
-    def passes(self, rows: Rows) -> list[Pass]:
+    def passes(self, rows: Rows, direction: str) -> list[Pass]:
         """What runs on a forward or backward graph. This is the whole schedule's pipeline."""
         assert self.group is not None
         world, rank, native = self.group.world, self.group.rank, self.group.native
         pipeline: list[Pass] = [
             Place(rows, world),
+            *self.update(direction),
             Release(),
             Lower(world, rank, native, self.group.pg_name if native else ""),
         ]
         return [each for each in pipeline if each.name not in self.options.disable]
+
+    def update(self, direction: str) -> list[Pass]:
+        if self.options.step is None or self.group is None or direction != "backward":
+            return []
+        return [Update(self.options.step, frozenset(self.updated()), self.group.world)]
+
+    def updated(self) -> Mapping[str, int]:
+        """Parameters that are updated during backward, and the bytes which that moves."""
+        if self.options.step is None or self.group is None:
+            return {}
+        found = updates.find(self.options.step).updated()
+        if self.group.world > 1:
+            return found
+        # Of one rank's parameters, those that forward keeps are the ones at rest, under a name of
+        # their own: who reads them cannot be told.
+        kept = self.plan.kept() if self.plan is not None else frozenset()
+        whole = self.options.stage < 3
+        return {n: b for n, b in found.items() if not whole and n not in kept}
 
     def run(self, gm: fx.GraphModule, passes: Sequence[Pass], graph: str = "") -> fx.GraphModule:
         check = verify if self.options.verify else None
@@ -164,6 +184,7 @@ class Build:
             other_shapes=known.other_shapes,
             given=planning.load(self.options.plan),
             measured=known.measured,
+            updates=self.updated(),
         )
 
     def partition(self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -202,13 +223,13 @@ class Build:
             self.plan = planning.plan(self.setting(), [(direction, gm)], self.title()).plan
         assert self.plan is not None
         rows = self.plan.of(direction)
-        passes = self.passes(rows)
+        passes = self.passes(rows, direction)
         if self.dump is not None:
             self.dump.plan(self.plan)
             self.dump.append("pipeline.txt", f"{direction}:\n{describe(passes)}")
         return self.run(gm, passes, direction), rows
 
-    def spare(self, gm: fx.GraphModule, direction: str) -> Callable[[], tuple[Run, Rows]] | None:
+    def spare(self, gm: fx.GraphModule, direction: str) -> Spare | None:
         """Makes the same graph scheduled by the two rules, interpreted, with its rows."""
         if self.group is None or self.group.control is None:
             return None
@@ -220,9 +241,15 @@ class Build:
                 forget_compiled(self.code)
             planned = planning.plan(self.setting(), [(direction, unscheduled)], self.title())
             rows = planned.plan.collectives
-            return _boxed(self.run(unscheduled, self.passes(rows), direction)), rows
+            return _boxed(self.run(unscheduled, self.passes(rows, direction), direction)), rows
 
         return make
+
+    def guarded(self, run_graph: Run, direction: str, rows: Rows, spare: Spare | None) -> Guarded:
+        begin = None
+        if self.options.step is not None and direction == "forward":
+            begin = updates.find(self.options.step).begin
+        return Guarded(run_graph, direction, rows, self.group, self.replan, spare, begin)
 
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def inner(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -230,7 +257,7 @@ class Build:
             spare = self.spare(gm, direction)
             gm, rows = self.schedule(gm, direction)
             ran = compile_fx_inner(gm, inputs, **kwargs)
-            return Guarded(ran, direction, rows, self.group, self.replan, spare)
+            return self.guarded(ran, direction, rows, spare)
 
         patches = {
             # A buffer kept for a later one of its size is alive in between: no plan would know.
@@ -248,7 +275,7 @@ class Build:
             def compile_(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
                 spare = self.spare(gm, direction)
                 gm, rows = self.schedule(gm, direction)
-                return Guarded(_boxed(gm), direction, rows, self.group, self.replan, spare)
+                return self.guarded(_boxed(gm), direction, rows, spare)
 
             return compile_
 
@@ -296,8 +323,10 @@ class Guarded:
         rows: Sequence[Collective],
         group: comm.Group | None,
         replan: Replan | None = None,
-        by_rule: Callable[[], tuple[Run, Rows]] | None = None,
+        by_rule: Spare | None = None,
+        begin: Callable[[], None] | None = None,
     ) -> None:
+        self.begin = begin
         self.by_rule = by_rule
         self.run_graph, self.direction, self.rows = run_graph, direction, rows
         self.replan = replan if direction in planning.STEP else None
@@ -314,6 +343,8 @@ class Guarded:
         return lines(self.direction, self.rows)
 
     def __call__(self, args: list[Any]) -> Any:
+        if self.begin is not None:
+            self.begin()
         if self.control is None:
             return self.run_graph(args)
         measured = self._agree(self.control)

@@ -13,6 +13,7 @@ Two levels, each executable as it stands (a graph break, an eager region or a du
 | | reduce_start, reduce_finish | reduce-scatter of several gradients |
 | | all_reduce_start, all_reduce_finish | all-reduce of several gradients |
 | | mean, mean_ | what a reduce_finish computes once it has waited; mean_ of two ranks, in place |
+| | update_ | reduced gradients, complete, for the optimizer that a step's name stands for |
 | | release | the gathered parameters of a bucket are not used below |
 
 `order` is a token that waits and all-reduces write and starts read, so that whatever compiles the
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile import collectives, comm
+from zcompile import collectives, comm, updates
 from zcompile.control import fingerprint
 
 LIBRARY = torch.library.Library("zero", "DEF")
@@ -61,6 +62,8 @@ SCHEMAS = (
     "all_reduce_finish(Tensor[] grads, Tensor flat, ScalarType dtype, str group, str key)"
     " -> Tensor[]",
     "all_reduce_(Tensor(a!) flat, str group, str key, Tensor(b!)? order=None) -> ()",
+    "update_(Tensor[] grads, Tensor(a!)[] shards, Tensor(b!)[] left, str[] names, str step, "
+    "Tensor(c!)? order=None) -> ()",
     "release(Tensor[] fulls, str key) -> ()",
     "order() -> Tensor",
 )
@@ -190,6 +193,7 @@ def _wait(
 @_fake("publish_")
 @_fake("drain_")
 @_fake("mean_")
+@_fake("update_")
 def _(*_: Any) -> None:
     return None
 
@@ -317,6 +321,18 @@ def _(*_: Any) -> None:
     return None
 
 
+@_implement("update_")
+def _update(
+    grads: list[Tensor],
+    shards: list[Tensor],
+    left: list[Tensor],
+    names: list[str],
+    step: str,
+    order: Tensor | None = None,
+) -> None:
+    updates.find(step).receive(names, grads, left)
+
+
 @_implement("release")
 def _release(fulls: list[Tensor], key: str) -> None:
     return None
@@ -380,5 +396,6 @@ MEAN_IN_PLACE = torch.ops.zero.mean_.default
 ALL_REDUCE_START = torch.ops.zero.all_reduce_start.default
 ALL_REDUCE_FINISH = torch.ops.zero.all_reduce_finish.default
 ALL_REDUCE = torch.ops.zero.all_reduce_.default
+UPDATE = torch.ops.zero.update_.default
 ORDER = torch.ops.zero.order.default
 RELEASE = torch.ops.zero.release.default

@@ -23,9 +23,11 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zcompile import comm
+from zcompile import comm, updates
 from zcompile._torch import FakeStore, register_process_group
+from zcompile.dialect import UPDATE
 from zcompile.parameter import ParamSpec, ZeroParameter, shard_of
+from zcompile.passes.graph import calls
 from zcompile.schedule.plan import Plan
 from zcompile.show.text import text
 
@@ -39,7 +41,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from zcompile.dump import on_paper, parameter
 
-mesh = on_paper({group!r}, rank={rank}, world={world}, pg={pg!r})
+mesh = on_paper({group!r}, rank={rank}, world={world}, pg={pg!r}{step})
 
 {code}
 
@@ -56,13 +58,14 @@ if __name__ == "__main__":
 '''
 
 
-def on_paper(group: str, rank: int, world: int, pg: str) -> DeviceMesh:
+def on_paper(group: str, rank: int, world: int, pg: str, step: str = "") -> DeviceMesh:
     """A world in which a dumped graph runs alone: collectives have shapes and move nothing."""
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     if pg and pg != dist.group.WORLD.group_name:
         register_process_group(pg, dist.group.WORLD)
     comm.register(comm.Group(group, rank, world))
+    updates.ignore(step)
     return DeviceMesh("cpu", list(range(world)))
 
 
@@ -105,6 +108,7 @@ class Dump:
             world=self.group.world,
             code=code,
             pg=_process_group(plain),
+            step=_step(plain),
             inputs="\n".join(f"        {_literal(n, self.group.name)}," for n in _inputs(plain)),
         )
         (self.folder / name).write_text(text)
@@ -133,6 +137,12 @@ def _process_group(gm: fx.GraphModule) -> str:
     """The name under which a lowered graph knows the backend's process group, if it uses one."""
     calls = (n for n in gm.graph.nodes if "_c10d_functional" in str(n.target))
     return next((n.args[-1] for n in calls if isinstance(n.args[-1], str)), "")
+
+
+def _step(gm: fx.GraphModule) -> str:
+    """More of what `on_paper` must know: which step takes gradients, if one does."""
+    names = {n.args[4] for n in calls(gm.graph, UPDATE)}
+    return f", step={names.pop()!r}" if names else ""
 
 
 def _literal(node: fx.Node, group: str) -> str:

@@ -1,9 +1,9 @@
 """When a compiled model is first called: its parameters become shards before anything is traced.
 
-Dynamo announces each frame that it is about to compile. The frames below it on the stack then hold
-the compiled object that is being called and its options; the modules that it will run are sharded
-right there, so that the very first trace sees shards. (Sharding inside the backend would be too
-late: Dynamo refuses a model that changed while it was traced.)
+Dynamo says when something compiled is called, and again when it is about to compile a frame. The
+frames below on the stack then hold the compiled object and its options; the modules that it will
+run are sharded right there, so that the very first trace sees shards. (Sharding inside the backend
+would be too late: Dynamo refuses a model that changed while it was traced.)
 
 A compiled optimizer.step is found there too, and becomes a fused one.
 
@@ -20,10 +20,10 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,13 +34,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zcompile._torch import (
     OptimizeContext,
     OptimizedModule,
+    before_each_call,
     before_each_compile,
-    code_being_compiled,
-    compile_from_now_on,
     compiled_call,
     original_backend,
     redirect_compiled,
-    run_uncompiled,
     shortened,
 )
 from zcompile.errors import ZeroError, ZeroWarning
@@ -51,43 +49,47 @@ from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
 from zcompile.sharding import is_sharded, read_through_dialect, shard
 
 Backend = Callable[..., Any]
+Call = tuple[OptimizeContext, Any, Any, Any]  # and the function, its args, its kwargs
 _TORCH = Path(torch.__file__).parent
 
 
 def watch(backend: Backend) -> None:
     """From now on, shard what `backend` is about to compile."""
+    seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def start(_: Any) -> None:
-        for frame in _stack():
-            call = compiled_call(frame)
-            if call is None or not _is_of(call[0], backend):
-                continue
-            optimizer = _steps_for(call[1])
-            if optimizer is not None:
-                redirect_compiled(frame, fuse(optimizer).step)
-                _run_own_step_once(optimizer)
-            modules, options = _called(frame, *call)
+    def called() -> None:
+        """The first call of each compiled function: nothing of it has run, not even hooks."""
+        frame, call = _call_of(backend)
+        if frame is None or call is None or call[1] in seen:
+            return
+        optimizer = _steps_for(call[1])
+        if optimizer is not None:
+            redirect_compiled(frame, fuse(optimizer).step)
+        else:
+            shard_whole(*_called(frame, *call))
+            seen.add(call[1])
+
+    def compiling(_: Any) -> None:
+        """Modules that came to a compiled function since."""
+        frame, call = _call_of(backend)
+        if frame is not None and call is not None:
             try:
-                shard_whole(modules, Options.parse(options))
+                shard_whole(*_called(frame, *call))
             except ZeroError as error:
                 raise shortened(error) from error.__cause__
-            return
 
-    before_each_compile(start)
+    before_each_call(backend, called)
+    before_each_compile(compiling)
     _watch_optimizers(backend)
 
 
-def _run_own_step_once(optimizer: torch.optim.Optimizer) -> NoReturn:
-    """Finish the call during which a step was fused: the optimizer's own step, uncompiled."""
-    code = code_being_compiled()
-    assert code is not None
-
-    def begun(*_: Any) -> None:
-        compile_from_now_on(code)
-        hook.remove()
-
-    hook = optimizer.register_step_pre_hook(begun)
-    run_uncompiled(f"{type(optimizer).__name__}.step becomes a fused kernel")
+def _call_of(backend: Backend) -> tuple[FrameType | None, Call | None]:
+    """The innermost call of something compiled with `backend`, and its frame."""
+    for frame in _stack():
+        call = compiled_call(frame)
+        if call is not None and _is_of(call[0], backend):
+            return frame, call
+    return None, None
 
 
 def _steps_for(function: Any, depth: int = 3) -> torch.optim.Optimizer | None:
@@ -220,7 +222,7 @@ def _stack() -> Iterator[FrameType]:
 
 def _called(
     frame: FrameType, context: OptimizeContext, function: Any, args: Any, kwargs: Any
-) -> tuple[list[nn.Module], Mapping[str, Any]]:
+) -> tuple[list[nn.Module], Options]:
     """The modules and options of a call of something compiled, whose `frame` it is."""
     values = [function, *_known_to(function)]
     values += torch.utils._pytree.tree_leaves((args, kwargs))
@@ -234,7 +236,7 @@ def _called(
         if isinstance(value, nn.Module):
             modules[id(value)] = value
     options = getattr(original_backend(context), "kwargs", {}).get("options") or {}
-    return list(modules.values()), options
+    return list(modules.values()), Options.parse(options)
 
 
 def _known_to(function: Any) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zcompile._torch import disable_dynamo
 from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
-from zcompile.codegen.kernel import Kernel
+from zcompile.codegen.kernel import FACTOR, Kernel
 from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
 from zcompile.errors import ZeroWarning
 from zcompile.parameter import ZeroParameter
@@ -92,6 +92,8 @@ class _Fused:
     refused: dict[Any, str] = field(default_factory=dict)
     programs: dict[Any, Program] = field(default_factory=dict)
     warned: bool = False
+    moved: dict[Any, int] = field(default_factory=dict)
+    factor: float = 1.0  # of every gradient in the next step
 
     def __post_init__(self) -> None:
         closure = inspect.signature(self.own).parameters.get("closure")
@@ -122,7 +124,43 @@ class _Fused:
                 self._step(optimizer)
         return loss
 
+    def update(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor], factor: float
+    ) -> list[Tensor]:
+        """Step these parameters only, by `factor` times their gradients. Returns those stepped; the
+        others are the optimizer's own, in its next step."""
+        with torch.no_grad():
+            return self._launch_all(optimizer, factor, frozenset(map(id, params)))[0]
+
+    def bytes_moved(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor
+    ) -> int | None:
+        """Bytes per element that a step reads and writes once the state is there. None: no kernel
+        steps this parameter."""
+        local, marks = _local(param), _marks(param)
+        try:
+            if group.get("differentiable") or _attributes(optimizer)[1]:
+                return None
+            key = (_signature(group), local.dtype, param.dim() == 0, tuple(marks.items()))
+            if key not in self.moved:
+                update = _traced(optimizer, group, param, local, {}, marks)
+                kernel, _ = split(update, "update")
+                stored = sum(store.dtype.itemsize for store in kernel.stores)
+                self.moved[key] = 2 * stored + local.element_size()
+        except NotElementwise:
+            return None
+        return self.moved[key]
+
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        done, reasons = self._launch_all(optimizer, self.factor)
+        if reasons:
+            self._run_own(optimizer, done, reasons)
+
+    def _launch_all(
+        self, optimizer: torch.optim.Optimizer, factor: float, only: frozenset[int] | None = None
+    ) -> tuple[list[Tensor], dict[str, int]]:
+        """Step all parameters, or those in `only` (by id), that kernels can step. Returns them, and
+        how many others there are by the reason why not."""
         reasons: dict[str, int] = {}
         done: list[Tensor] = []
         attributes, why_not = _attributes(optimizer)
@@ -134,7 +172,7 @@ class _Fused:
             except NotElementwise as error:
                 shared, reason = ((), ()), str(error)
             for param in group["params"]:
-                if param.grad is None:
+                if param.grad is None or (only is not None and id(param) not in only):
                     continue
                 try:
                     if reason:
@@ -144,9 +182,8 @@ class _Fused:
                 except NotElementwise as error:
                     reasons[str(error)] = reasons.get(str(error), 0) + 1
             for program, members in _by_program(segments):
-                _launch(program, members, hyper, group, optimizer.state)
-        if reasons:
-            self._run_own(optimizer, done, reasons)
+                _launch(program, members, hyper, group, optimizer.state, factor)
+        return done, reasons
 
     def _run_own(
         self, optimizer: torch.optim.Optimizer, done: Sequence[Tensor], reasons: Mapping[str, int]
@@ -164,6 +201,10 @@ class _Fused:
         grads = [param.grad for param in done]
         for param in done:
             param.grad = None
+        if self.factor != 1.0:
+            for param in (p for group in optimizer.param_groups for p in group["params"]):
+                if param.grad is not None:
+                    _local(param.grad).mul_(self.factor)
         scaling = {k: vars(optimizer).pop(k) for k in _SCALING if k in vars(optimizer)}
         try:
             self.own(optimizer)
@@ -357,6 +398,7 @@ def _launch(
     hyper: Mapping[str, float],
     group: Mapping[str, Any],
     states: dict[Tensor, dict[str, Any]],
+    factor: float,
 ) -> None:
     kernel, scalars = program.kernel, program.scalars
     given: dict[str, Any] = dict(hyper)
@@ -368,7 +410,10 @@ def _launch(
         elif name not in given:
             given[name] = float(group[name.removeprefix("hyper.")])
     table, after = scalars(given)
-    table = table.expand(len(members), -1).contiguous()
+    table = table.expand(len(members), -1)
+    if FACTOR in kernel.scalars:
+        table = torch.cat([table, table.new_full((len(members), 1), factor)], 1)
+    table = table.contiguous()
     tensors = [_tensors(program, m, state) for m, state in zip(members, owned, strict=True)]
     names = list(kernel.buffers())
     addresses = torch.tensor([[t[name].data_ptr() for t in tensors] for name in names])

@@ -139,6 +139,9 @@ class Options(BaseModel):
     dump: str | None = Field(
         None, description="Folder for graphs and schedule; default: $ZCOMPILE_DUMP."
     )
+    step: str | None = Field(
+        None, description="Which step takes the gradients; zcompile.compile_step sets it."
+    )
     mesh: DeviceMesh | None = Field(
         None, description="One-dimensional data-parallel mesh; default: all ranks."
     )

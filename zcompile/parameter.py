@@ -105,6 +105,12 @@ class ZeroParameter(DTensor):
         return copy
 
 
+def gradient(local: Tensor, param: ZeroParameter) -> DTensor:
+    """This rank's rows of a gradient, or of anything that is laid out like the parameter."""
+    spec = _dtensor_spec(local, param.spec, param.device_mesh)
+    return DTensor(local, spec, requires_grad=False)
+
+
 def shard_of(full: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> Tensor:
     """A copy of the rows of `full` that this rank owns (all of them if replicated)."""
     if not spec.sharded:
@@ -243,6 +249,12 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
 
 _warned: set[str] = set()
 _expected = False
+_gathered_alone = 0
+
+
+def gathered_alone() -> int:
+    """How often a parameter was gathered outside of a compiled graph, in this process."""
+    return _gathered_alone
 
 
 @contextlib.contextmanager
@@ -259,6 +271,8 @@ def gathers_expected() -> Iterator[None]:
 def _whole(value: Any) -> Any:
     if type(value) is not ZeroParameter:
         return value
+    global _gathered_alone
+    _gathered_alone += 1
     spec = value.spec
     if not _expected and spec.group not in _warned:
         _warned.add(spec.group)

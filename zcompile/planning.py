@@ -47,7 +47,7 @@ LINK = "link"  # among measured times: how many times as long transfers took as 
 class Setting:
     """budget: bytes that a rank may hold, as the user stated it; free: what the device has, which
     limits a plan where no budget was stated. measured: seconds of operations by fingerprint of a
-    step, then by "direction/name"; given: a plan to follow."""
+    step, then by "direction/name"; given: a plan to follow; updates: as in passes/extract.py."""
 
     options: Options
     world: int
@@ -58,6 +58,7 @@ class Setting:
     free: int | None = None
     given: Plan | None = None
     other_shapes: bool = False
+    updates: Mapping[str, int] = field(default_factory=dict)
     measured: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
@@ -79,7 +80,9 @@ class Setting:
 
     def step(self, graphs: Graphs) -> Step:
         fused = self.options.engine == "inductor"
-        return extract(graphs, world=self.world, native=self.native, fused=fused)
+        return extract(
+            graphs, world=self.world, native=self.native, fused=fused, updates=self.updates
+        )
 
     def simulator(self, step: Step) -> Simulator:
         measured = self.measured.get(step.fingerprint, {})

@@ -7,7 +7,7 @@ from torch import nn, optim
 
 from zcompile.codegen import cpp
 from zcompile.codegen.elementwise import split
-from zcompile.codegen.kernel import Kernel, Line, Load, Store
+from zcompile.codegen.kernel import FACTOR, Kernel, Line, Load, Store
 from zcompile.codegen.trace import Case, Like, NotElementwise, trace
 
 CPU, F32 = torch.device("cpu"), torch.float32
@@ -25,16 +25,17 @@ def test_momentum():
     same(
         kernel.text() + "\n",
         """
-    kernel sgd in float32, scalars weight_decay, momentum, s1
+    kernel sgd in float32, scalars weight_decay, momentum, s1, grad_factor
       param = load float32
       grad = load float32
       momentum_buffer = load float32
-      mul_1 = mul(param, weight_decay)
-      add_1 = add(grad, mul_1)
-      mul_2 = mul(momentum_buffer, momentum)
-      add_2 = add(mul_2, add_1)
-      mul_3 = mul(add_2, s1)
-      add_3 = add(param, mul_3)
+      mul_1 = mul(grad, grad_factor)
+      mul_2 = mul(param, weight_decay)
+      add_1 = add(mul_1, mul_2)
+      mul_3 = mul(momentum_buffer, momentum)
+      add_2 = add(mul_3, add_1)
+      mul_4 = mul(add_2, s1)
+      add_3 = add(param, mul_4)
       store param <- add_3 as float32
       store momentum_buffer <- add_2 as float32
     """,
@@ -52,7 +53,8 @@ def test_what_is_the_same_for_all_elements_is_computed_once_in_double_precision(
     table, after = scalars({"state.step": step, **hyper})
     assert after["step"].tolist() == [1, 10000]
     by_name = dict(zip(kernel.scalars, table.T))
-    (root,) = [n for n in kernel.scalars if scalars.text(n).endswith("** 0.5")]
+    assert kernel.scalars[-1] == FACTOR, "which is no function of the others"
+    (root,) = [n for n in kernel.scalars[:-1] if scalars.text(n).endswith("** 0.5")]
     wanted = [(1 - 0.999**1) ** 0.5, (1 - 0.999**10000) ** 0.5]
     torch.testing.assert_close(by_name[root], torch.tensor(wanted, dtype=torch.float64), rtol=0,
                                atol=1e-15)  # fmt: skip

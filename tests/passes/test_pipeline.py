@@ -166,11 +166,11 @@ def test_a_pipeline_prints_as_it_will_run():
 
 def test_the_backend_schedules_in_an_order_that_holds():
     build = Build(Options(), Group("g", 0, 2), None)
-    check_order([Partition(), Residency(), *build.passes(())])
-    assert [p.name for p in build.passes(())] == ["place", "release", "lower"]
+    check_order([Partition(), Residency(), *build.passes((), "backward")])
+    assert [p.name for p in build.passes((), "backward")] == ["place", "release", "lower"]
     without = Build(Options(disable=("release",)), Group("g", 0, 2), None)
-    check_order([Partition(), Residency(), *without.passes(())])
-    assert [p.name for p in without.passes(())] == ["place", "lower"]
+    check_order([Partition(), Residency(), *without.passes((), "forward")])
+    assert [p.name for p in without.passes((), "forward")] == ["place", "lower"]
 
 
 @pytest.mark.parametrize(("stage", "keeps"), [(1, True), (2, True), (3, False)])

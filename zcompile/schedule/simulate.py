@@ -19,7 +19,7 @@ import numpy as np
 
 from zcompile.schedule.costs import Costs
 from zcompile.schedule.plan import KINDS, Event, Memory, Timeline
-from zcompile.schedule.step import Step
+from zcompile.schedule.step import Op, Step
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,17 @@ class Simulator:
             found = (
                 link.issue(bucket.kind, whole),
                 link.transfer(bucket.kind, sent) if self.step.world > 1 else 0.0,
-                link.finish(bucket.kind, whole),
+                link.finish(bucket.kind, whole) + self._update_seconds(bucket),
             )
             self._prices[key] = found
         return found
+
+    def _update_seconds(self, bucket: Bucket) -> float:
+        """Of the optimizer's update behind the wait of a reduction."""
+        if bucket.kind == "all-gather":
+            return 0.0
+        moved = sum(self.step.reductions[m].update_bytes for m in bucket.members)
+        return self.costs.device.seconds(Op("update", 0.0, float(moved), ""))
 
     def primitive(self, bucket: Bucket) -> str:
         """What carries it."""
@@ -196,9 +203,8 @@ class Simulator:
             cast += r.bytes if r.bytes != r.grad_bytes else 0
             in_place += r.result_bytes if r.in_place else 0
             out.append(("gradients", r.grad_bytes, 2 * r.ready, between))
-            out.append(
-                ("gradients", r.result_bytes, first if r.in_place else between, 2 * self.end)
-            )
+            last = between if r.update_bytes else 2 * self.end
+            out.append(("gradients", r.result_bytes, first if r.in_place else between, last))
         if world == 1:
             return out
         if bucket.kind == "all-reduce":

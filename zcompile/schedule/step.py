@@ -47,7 +47,8 @@ class Reduction:
     first position at which the whole gradient exists; needed: where its mean is first read, or
     the graph's end. bytes: on the wire; grad_bytes: the whole gradient as it was computed;
     result_bytes: this rank's part of the mean, which lives on; in_place: where it was received.
-    mergeable: gradients of one class may travel in one bucket."""
+    update_bytes: read and written by the optimizer's update that consumes the mean right behind its
+    wait; 0: none does. mergeable: gradients of one class may travel in one bucket."""
 
     parameter: str
     graph: int
@@ -61,6 +62,7 @@ class Reduction:
     result_bytes: int
     mergeable: str = ""
     in_place: bool = False
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,366 @@
+"""The whole training step as one call: forward, backward, reduction, clipping and update.
+
+    step = zcompile.compile_step(model, loss_fn, optimizer, accumulate=4, clip=1.0)
+    for x, y in batches:
+        loss = step(x, y)
+
+Forward and backward are planned together as ever. What is new is in the backward graph: a gradient
+goes to the optimizer as soon as it is reduced and is freed there, so that gradients are never all
+alive. Where an update needs to know all of them first (clipping, loss scaling) they are kept, and
+the factor goes into the same pass over memory as the update.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zcompile import comm, updates
+from zcompile._torch import OptimizedModule
+from zcompile.backend import zero
+from zcompile.errors import OptionError, ZeroError, ZeroWarning
+from zcompile.first_call import shard_whole
+from zcompile.fused import fuse
+from zcompile.layout import largest_shard
+from zcompile.options import Options
+from zcompile.parameter import ZeroParameter, gathered_alone, gradient
+from zcompile.scaler import LossScaler
+
+LossFunction = Callable[..., Tensor]
+
+
+def compile_step(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    scaler: LossScaler | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Step:
+    """Compile a training step. The model is sharded here, and the optimizer fused.
+
+    loss_fn: `loss_fn(model(*inputs), target)` is the loss, for `step(*inputs, target)`; None: the
+    model returns it, for `step(*args, **kwargs)`. accumulate: micro-batches per step, along the
+    first dimension of every tensor; the loss and the gradients are their mean. clip: the largest
+    norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. scaler: for fp16.
+    options: as for torch.compile(model, backend="zero").
+
+    Raises:
+        OptionError: a value out of range, or an unknown option.
+    """
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise OptionError(f"accumulate = {accumulate!r} must be a whole number, at least 1")
+    if scaler is not None and not isinstance(scaler, LossScaler):
+        raise OptionError(
+            f"scaler is a {type(scaler).__name__}: give a zcompile.LossScaler (a GradScaler works "
+            "in a loop of your own)"
+        )
+    if clip is not None and not clip > 0:
+        raise OptionError(f"clip = {clip!r} must be above 0, or None")
+    if isinstance(model, OptimizedModule):
+        model = model._orig_mod
+    shard_whole([model], Options.parse(options))
+    fuse(optimizer)
+    return Step(model, loss_fn, optimizer, accumulate, clip, scaler, dict(options or {}))
+
+
+class Step:
+    """What compile_step returns. norm: of the last step's gradients, where clip or scaler asked for
+    it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizer: torch.optim.Optimizer,
+        accumulate: int,
+        clip: float | None,
+        scaler: LossScaler | None,
+        options: dict[str, Any],
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.accumulate, self.clip, self.scaler = accumulate, clip, scaler
+        self.norm: float | None = None
+        self.warned = False
+        self.name = updates.register(self)
+        self.loss = torch.compile(
+            _loss_of(model, loss_fn), backend=zero, options={**options, "step": self.name}
+        )
+        self.params: dict[str, ZeroParameter] = {}
+        self.moved: dict[str, int] | None = None  # see `updated`
+        self.kept: dict[str, Tensor] = {}  # gradients that no update has taken yet, mean so far
+        self.arrived: set[str] = set()  # in this backward pass
+        self.forwards = self.alone = 0  # graphs that ran in it; parameters gathered without one
+        self.last = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """One step on this rank's batch. Returns its loss, detached: the micro-batches' mean.
+
+        Raises:
+            ZeroError: a batch that cannot be cut, a gradient from elsewhere.
+        """
+        self.params = dict(self._named())
+        if self.moved is None:
+            self.moved = self._moved()  # not while something is being traced
+        self._check_no_gradient()
+        losses = []
+        try:
+            for index, (some, named) in enumerate(self._micro_batches(args, kwargs)):
+                self.last = index == self.accumulate - 1
+                losses.append(self._forward_backward(some, named))
+            self._finish()
+        finally:
+            self.kept.clear()
+            for param in self.params.values():
+                param.grad = None
+        return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+
+    # What the backward graph calls: see updates.py
+
+    def updated(self) -> Mapping[str, int]:
+        """Updates that backward does itself: none where each needs to know every gradient."""
+        return self.moved or {}
+
+    def begin(self) -> None:
+        self.forwards += 1
+
+    def receive(
+        self, names: Sequence[str], grads: Sequence[Tensor], left: Sequence[Tensor]
+    ) -> None:
+        if self.alone != gathered_alone():
+            # Something besides this graph read parameters: autograd adds up what each makes.
+            for grad, empty in zip(grads, left, strict=True):
+                empty.resize_(grad.shape).copy_(grad)
+            return
+        now = self.last and self.forwards == 1
+        ready = []
+        with torch.no_grad():
+            for name, grad in zip(names, grads, strict=True):
+                self._keep(name, grad)
+                self.arrived.add(name)
+                if now:
+                    param = self.params[name]
+                    param.grad = gradient(self.kept[name], param)
+                    ready.append(param)
+            if ready:
+                fused = self._fused()
+                assert fused is not None
+                for param in fused.update(self.optimizer, ready, 1.0 / self.accumulate):
+                    assert isinstance(param, ZeroParameter)
+                    del self.kept[param.spec.name]
+                for param in ready:
+                    param.grad = None
+
+    # The parts of a step
+
+    @property
+    def _waits(self) -> bool:
+        """Whether an update needs every gradient: for a norm, for a hook that looks at them."""
+        hooks = self.optimizer._optimizer_step_pre_hooks
+        return self.clip is not None or self.scaler is not None or bool(hooks)
+
+    def _moved(self) -> dict[str, int]:
+        fused = self._fused()
+        if self._waits or fused is None:
+            return {}
+        found: dict[str, int] = {}
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if type(param) is not ZeroParameter or _is_watched(param):
+                    continue
+                per_element = fused.bytes_moved(self.optimizer, group, param)
+                if per_element is not None:
+                    # The same on every rank: of the largest shard.
+                    found[param.spec.name] = per_element * _largest(param)
+        return found
+
+    def _fused(self) -> Any:
+        return getattr(self.optimizer.step, "fused", None)
+
+    def _named(self) -> Iterator[tuple[str, ZeroParameter]]:
+        """The optimizer's parameters by the names that graphs use; none that two of them share."""
+        seen: dict[str, list[ZeroParameter]] = {}
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if type(param) is not ZeroParameter:
+                    raise ZeroError(
+                        f"the optimizer holds a parameter of shape {tuple(param.shape)} that is "
+                        "not the model's: compile_step updates the parameters of one model"
+                    )
+                seen.setdefault(param.spec.name, []).append(param)
+        for name, params in seen.items():
+            if len(params) > 1:
+                raise ZeroError(f"two parameters of the optimizer are called {name!r}")
+            yield name, params[0]
+
+    def _check_no_gradient(self) -> None:
+        for name, param in self.params.items():
+            if param.grad is not None:
+                raise ZeroError(
+                    f"parameter {name!r} already holds a gradient. A compiled step makes and uses "
+                    "its own: call optimizer.zero_grad(), or do not call backward() beside it"
+                )
+
+    def _micro_batches(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[Any, Any]]:
+        if self.accumulate == 1:
+            yield args, kwargs
+            return
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % self.accumulate:
+                raise ZeroError(
+                    f"a batch of shape {tuple(leaf.shape)} cannot be cut into accumulate="
+                    f"{self.accumulate} equal micro-batches along its first dimension"
+                )
+        for index in range(self.accumulate):
+            yield torch.utils._pytree.tree_unflatten(
+                [_piece(leaf, index, self.accumulate) for leaf in leaves], spec
+            )
+
+    def _forward_backward(self, args: Any, kwargs: Any) -> Tensor:
+        self.forwards, self.alone = 0, gathered_alone()
+        self.arrived.clear()
+        loss = self.loss(*args, **kwargs)
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise ZeroError(f"the loss must be a tensor of one number, not {_described(loss)}")
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        loss.backward(torch.full_like(loss, scale))
+        with torch.no_grad():
+            for name, param in self.params.items():
+                grad, param.grad = param.grad, None
+                if isinstance(grad, DTensor) and not _stands_for_nothing(grad, name, self.arrived):
+                    self._keep(name, grad._local_tensor)
+        return loss.detach()
+
+    def _keep(self, name: str, grad: Tensor) -> None:
+        before = self.kept.get(name)
+        self.kept[name] = grad if before is None else before.add_(grad)
+
+    def _finish(self) -> None:
+        """Update what backward did not."""
+        factor = 1.0 / self.accumulate
+        if self.scaler is not None:
+            factor /= self.scaler.scale
+        if self.clip is not None or self.scaler is not None:
+            self.norm = _norm(self.params, self.kept) * factor
+            finite = self.norm < float("inf")
+            if self.scaler is not None:
+                if not finite:
+                    self._say_what_overflowed()
+                self.scaler.update(not finite)
+                if not finite:
+                    return
+            if self.clip is not None:
+                # torch.nn.utils.clip_grad_norm_'s formula; min() would lose a NaN.
+                share = self.clip / (self.norm + 1e-6)
+                factor *= 1.0 if share > 1.0 else share
+        fused = self._fused()
+        for name, grad in self.kept.items():
+            self.params[name].grad = gradient(grad, self.params[name])
+        if fused is None:
+            for grad in self.kept.values():
+                grad.mul_(factor)
+            self.optimizer.step()
+            return
+        fused.factor = factor
+        try:
+            self.optimizer.step()
+        finally:
+            fused.factor = 1.0
+
+    def _say_what_overflowed(self) -> None:
+        """Once, on rank 0's stderr: the parameters whose gradients are not finite on some rank."""
+        assert self.scaler is not None
+        if self.warned:
+            return
+        self.warned = True
+        group = _group(self.params)
+        mine = [name for name, grad in self.kept.items() if not bool(grad.isfinite().all())]
+        everyone = comm.everyone(mine, group.pg) if group is not None and group.pg else [mine]
+        names = sorted({name for some in everyone for name in some})
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        warnings.warn(
+            f"gradients of {', '.join(names[:4])}{more} overflowed at a loss scale of "
+            f"{self.scaler.scale:g}: the step is left out on every rank. Said once; "
+            "scaler.skipped counts them",
+            ZeroWarning,
+            stacklevel=4,
+        )
+
+
+def _loss_of(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., Any]:
+    if loss_fn is None:
+
+        def returned(*args: Any, **kwargs: Any) -> Any:
+            result = model(*args, **kwargs)
+            return result if isinstance(result, Tensor) else result.loss
+
+        return returned
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        *inputs, target = args
+        return loss_fn(model(*inputs, **kwargs), target)
+
+    return computed
+
+
+def _is_watched(param: ZeroParameter) -> bool:
+    """Whether somebody looks at its gradient: hooks besides our own."""
+    hooks = getattr(param, "_backward_hooks", None) or {}
+    return len(hooks) > 1 or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def _largest(param: ZeroParameter) -> int:
+    """Elements of the largest shard."""
+    if not param.spec.sharded:
+        return param.numel()
+    return largest_shard(param.spec.shape, comm.find(param.spec.group).world)
+
+
+def _stands_for_nothing(grad: DTensor, name: str, arrived: set[str]) -> bool:
+    """Whether it is what passes/update.py returns in place of a gradient that was handed over."""
+    return name in arrived and not grad._local_tensor.numel()
+
+
+def _piece(leaf: Any, index: int, count: int) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return leaf
+    rows = leaf.shape[0] // count
+    return leaf[index * rows : (index + 1) * rows]
+
+
+def _described(value: Any) -> str:
+    return f"one of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value))
+
+
+def _group(params: Mapping[str, ZeroParameter]) -> comm.Group | None:
+    return next((comm.find(p.spec.group) for p in params.values()), None)
+
+
+def _norm(params: Mapping[str, ZeroParameter], grads: Mapping[str, Tensor]) -> float:
+    """The norm of all gradients together, the same on every rank; not finite where one of them is
+    not. In two stages, both in a fixed order: the squares of each shard, then those of all."""
+    group = _group(params)
+    total, first = 0.0, group is None or group.rank == 0
+    for name in params:
+        # A replicated gradient is the same on all ranks: it is counted on the first.
+        counts = name in grads and (params[name].spec.sharded or first)
+        if counts and grads[name].numel():
+            norm = torch.linalg.vector_norm(grads[name], dtype=torch.float64)
+            total += float(norm) ** 2
+    if group is not None and group.pg is not None:
+        mine = torch.tensor([total], dtype=torch.float64)
+        parts = [torch.empty_like(mine) for _ in range(group.world)]
+        dist.all_gather(parts, mine, group=group.pg)
+        total = sum(float(part) for part in parts)
+    return total**0.5
