@@ -101,10 +101,10 @@ def against_plain(
 def test_as_the_plain_loop(ranks, world, name, accumulate, clip):
     stages = (1, 2, 3) if world == 2 else (3,)
     for late in ranks(against_plain, stages, name, accumulate, clip, world=world):
-        if clip is None:
-            assert not any(late), "all were updated during backward"
-        else:
-            assert all(late)
+        # All are updated during backward, unless one needs the norm of all, or stage 1 averages
+        # only once.
+        waits = [clip is not None or (stage == 1 and accumulate > 1) for stage in stages]
+        assert [count > 0 for count in late] == waits
 
 
 @pytest.mark.parametrize("world", [1, 2])

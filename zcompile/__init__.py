@@ -1,5 +1,6 @@
 """zcompile: ZeRO as a compiler. `torch.compile(model, backend="zero", options={"stage": 3})`."""
 
+from zcompile.accumulation import no_sync
 from zcompile.comm import Traffic, traffic
 from zcompile.dry_run import plan
 from zcompile.errors import (
@@ -34,6 +35,7 @@ __all__ = [
     "full_state_dict",
     "fuse",
     "load_full_state_dict",
+    "no_sync",
     "plan",
     "shard",
     "traffic",

@@ -73,6 +73,9 @@ __all__ = [
     "_BoxedCodeGen",
     "_get_default_store",
     "aot_autograd",
+    "at_the_end_of_backward",
+    "backward_pass",
+    "before_each_call",
     "before_each_compile",
     "code_being_compiled",
     "compile_fx",
@@ -186,6 +189,16 @@ def before_each_call(backend: Any, callback: Callable[[], None]) -> None:
 
     backend.backend_ctx_ctor = entered
     WrapBackendDebug.backend_ctx_ctor = property(asked)
+
+
+def backward_pass() -> int:
+    """A number of the backward pass that is running in this thread."""
+    return torch._C._current_graph_task_id()
+
+
+def at_the_end_of_backward(callback: Callable[[], None]) -> None:
+    """Called in a hook: run `callback` once the backward pass that is running is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def shortened(error: Exception) -> Exception:

@@ -380,6 +380,27 @@ def _agree(
     group.control.agree(fingerprint([line]), lambda: [line])
 
 
+def average(
+    group: str, sharded: bool, specs: Sequence[Any], grads: Sequence[Tensor]
+) -> list[Tensor]:
+    """Average whole gradients of several parameters over the ranks: reduce_grad or all_reduce_grad
+    of all of them in one collective, in the dtype that they have. specs: ParamSpecs."""
+    where, dtype = comm.find(group), grads[0].dtype
+    names = ", ".join(f"{s.name} {tuple(g.shape)}" for s, g in zip(specs, grads, strict=True))
+    _agree(where, "averaging", names, (), dtype)
+    if not sharded:
+        flat = _all_reduce_start(list(grads), dtype, group, _ALONE)
+        return _all_reduce_finish(list(grads), flat, dtype, group, _ALONE)
+    if where.native and where.pg is not None:
+        flat = collectives.native_reduce(grads, dtype, where.world, where.pg_name)
+        comm.count("reduce", flat.nbytes * (where.world - 1))
+        owned = [last - first for first, last in (where.owned(g.shape[0]) for g in grads)]
+        shapes = [g.shape for g in grads]
+        return collectives.native_reduced(flat, shapes, owned, dtype, where.world)
+    received = _reduce_start(list(grads), dtype, group, _ALONE)
+    return _reduce_finish(list(grads), received, dtype, dtype, group, _ALONE)
+
+
 # Names for passes, so that none of them spells an op as a string.
 UNSHARD = torch.ops.zero.unshard.default
 REPLICATE = torch.ops.zero.replicate.default

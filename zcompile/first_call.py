@@ -41,6 +41,7 @@ from zcompile._torch import (
     redirect_compiled,
     shortened,
 )
+from zcompile.accumulation import check_settled
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.fused import fuse
 from zcompile.options import Options
@@ -121,6 +122,7 @@ def _watch_optimizers(backend: Backend) -> None:
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        check_settled(optimizer)
         alone = max(int(os.environ.get("WORLD_SIZE", "1")), _ranks()) == 1
         if optimizer not in seen and (alone or _is_synchronised(optimizer, backend)):
             seen.add(optimizer)

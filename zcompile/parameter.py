@@ -293,8 +293,8 @@ def _own_part(spec: ParamSpec, mesh: DeviceMesh) -> Callable[[Tensor], Tensor | 
     """A gradient hook for what reaches a parameter whole: an autograd.Function that is handed the
     parameter itself returns the gradient of all of it, on every rank another one."""
 
-    def reduce(grad: Tensor) -> Tensor | None:
-        if isinstance(grad, DTensor):
+    def reduce(grad: Tensor | None) -> Tensor | None:
+        if grad is None or isinstance(grad, DTensor):
             return None
         reduction = dialect.REDUCE_GRAD if spec.sharded else dialect.ALL_REDUCE_GRAD
         local = reduction(grad, grad.dtype, spec.reduce_dtype, spec.group, spec.name)

@@ -28,6 +28,9 @@ from zcompile.owners import live_optimizers
 from zcompile.parameter import ParamSpec, ZeroParameter, shard_of, state_dtensor, unsharded
 from zcompile.world import World, join
 
+# A module's parameter as compiled code sees it: (module, name in it, at rest, spec).
+Read = Callable[[nn.Module, str, ZeroParameter, ParamSpec], Any]
+
 Initialiser = Callable[[nn.Module], Any]
 
 
@@ -304,17 +307,37 @@ def read_through_dialect(module: nn.Module) -> None:
     One class per module: what a property returns is constant under its class, so a compiler needs
     no guard beyond the one on the class.
     """
-    specs = {n: p.spec for n, p in module._parameters.items() if type(p) is ZeroParameter}
-    if not specs or type(module).__dict__.get("_zero_specs") == specs:
+    specs = _specs(module)
+    if specs and type(module).__dict__.get("_zero_specs") != specs:
+        give_form(module, "", read_shard)
+
+
+def _specs(module: nn.Module) -> dict[str, ParamSpec]:
+    return {n: p.spec for n, p in module._parameters.items() if type(p) is ZeroParameter}
+
+
+def give_form(module: nn.Module, form: str, read: Read) -> None:
+    """Let a compiler see another reading of the module's sharded parameters. The class of each form
+    is made once, so that going back to one compiles nothing anew. "", `read_shard`: as ever."""
+    specs = _specs(module)
+    now = type(module).__dict__
+    if not specs or (now.get("_zero_specs") == specs and now["_zero_form"] == form):
+        return
+    forms = vars(module).setdefault("_zero_forms", {})
+    if form in forms and forms[form].__dict__["_zero_specs"] == specs:
+        module.__class__ = forms[form]
         return
     members = {
         "_zero_specs": specs,
+        "_zero_form": form,
         "_apply": _apply_in_place,
         "__reduce_ex__": _refuse_pickle,
         "__copy__": lambda self: _copied(self, dict(self.__dict__)),
         "__deepcopy__": _deep_copied,
     }
-    give_readers(module, {name: _reader(name, spec) for name, spec in specs.items()}, members)
+    readers = {name: _reader(name, spec, read) for name, spec in specs.items()}
+    give_readers(module, readers, members)
+    forms[form] = type(module)
 
 
 def give_readers(
@@ -345,8 +368,12 @@ def give_readers(
         ) from error
 
 
-def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Any]:
-    shape, placements = spec.shape, spec.placements
+def read_shard(module: nn.Module, name: str, param: ZeroParameter, spec: ParamSpec) -> Tensor:
+    return unsharded(param.to_local(grad_placements=spec.placements), spec)
+
+
+def _reader(name: str, spec: ParamSpec, in_graph: Read) -> Callable[[nn.Module], Any]:
+    shape = spec.shape
 
     def read(self: nn.Module) -> Any:
         param = self._parameters[name]
@@ -359,7 +386,7 @@ def _reader(name: str, spec: ParamSpec) -> Callable[[nn.Module], Any]:
                 "zcompile.shard(model) again, or change its values in place"
             )
         if torch.compiler.is_compiling():
-            return unsharded(param.to_local(grad_placements=placements), spec)
+            return in_graph(self, name, param, spec)
         return param
 
     return read

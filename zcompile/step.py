@@ -12,6 +12,7 @@ the factor goes into the same pass over memory as the update.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from zcompile import comm, updates
 from zcompile._torch import OptimizedModule
+from zcompile.accumulation import drop, no_sync
 from zcompile.backend import zero
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import shard_whole
@@ -88,6 +90,7 @@ class Step:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.accumulate, self.clip, self.scaler = accumulate, clip, scaler
+        self.stage = Options.parse(options).stage
         self.norm: float | None = None
         self.warned = False
         self.name = updates.register(self)
@@ -119,6 +122,8 @@ class Step:
             self._finish()
         finally:
             self.kept.clear()
+            if self.stage == 1:
+                drop([m for m in self.model.modules() if "_zero_held" in vars(m)])
             for param in self.params.values():
                 param.grad = None
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -228,6 +233,12 @@ class Step:
             )
 
     def _forward_backward(self, args: Any, kwargs: Any) -> Tensor:
+        # In stage 1 gradients stay whole, and are averaged once.
+        whole = self.stage == 1 and not self.last
+        with no_sync(self.model) if whole else contextlib.nullcontext():
+            return self._micro_batch(args, kwargs)
+
+    def _micro_batch(self, args: Any, kwargs: Any) -> Tensor:
         self.forwards, self.alone = 0, gathered_alone()
         self.arrived.clear()
         loss = self.loss(*args, **kwargs)
@@ -316,8 +327,8 @@ def _loss_of(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., An
 
 def _is_watched(param: ZeroParameter) -> bool:
     """Whether somebody looks at its gradient: hooks besides our own."""
-    hooks = getattr(param, "_backward_hooks", None) or {}
-    return len(hooks) > 1 or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+    before = getattr(param, "_backward_hooks", None) or {}
+    return len(before) > 1 or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def _largest(param: ZeroParameter) -> int:
