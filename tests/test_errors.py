@@ -166,10 +166,14 @@ def _never_compiled(rank, world):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, backend="zero", options=options(3))
-    with torch.compiler.set_stance("force_eager"):
-        compiled(torch.full((2, 8), float(rank))).sum().backward()
+    model(torch.full((2, 8), float(rank))).sum().backward()
     with pytest.raises(ZeroError, match="was never sharded: its gradient is this rank's alone"):
         optimizer.step()
+    optimizer.zero_grad()
+    with torch.compiler.set_stance("force_eager"), pytest.warns(zcompile.ZeroWarning):
+        compiled(torch.full((2, 8), float(rank))).sum().backward()
+    mean = 2 * sum(range(world)) / world
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((8, 8), mean))
 
 
 def test_a_model_that_nothing_compiled_does_not_train_unsynchronised(ranks):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from zcompile.errors import ZeroWarning
+from zcompile.errors import OptionError, ZeroWarning
 from zcompile.fused import fuse
 
 STEPS = 12
@@ -138,6 +138,22 @@ def test_a_compiled_step_is_fused(scheduled):
             scheduler.step()
     assert optimizer.step.fused.programs
     assert p.tolist() == [-1.75 if scheduled else -3.0] * 3
+
+
+def test_the_model_s_options_fuse_an_optimizer():
+    model = nn.Linear(3, 3)
+    optimizer = optim.AdamW(model.parameters())
+    opts = {"engine": "eager", "optimizer": optimizer}
+    compiled = torch.compile(model, backend="zero", options=opts)
+    compiled(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.step.fused.programs and not optimizer.step.fused.warned
+
+
+def test_what_is_no_optimizer_is_refused():
+    compiled = torch.compile(nn.Linear(3, 3), backend="zero", options={"optimizer": "adamw"})
+    with pytest.raises(OptionError, match="option 'optimizer' = 'adamw'"):
+        compiled(torch.ones(1, 3))
 
 
 def test_a_compiled_step_keeps_nothing_else_from_being_compiled():

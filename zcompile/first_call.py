@@ -67,7 +67,10 @@ def watch(backend: Backend) -> None:
         if optimizer is not None:
             redirect_compiled(frame, fuse(optimizer).step)
         else:
-            shard_whole(*_called(frame, *call))
+            modules, options = _called(frame, *call)
+            shard_whole(modules, options)
+            if options.optimizer is not None:
+                fuse(options.optimizer)
             seen.add(call[1])
 
     def compiling(_: Any) -> None:

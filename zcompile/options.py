@@ -139,6 +139,9 @@ class Options(BaseModel):
     dump: str | None = Field(
         None, description="Folder for graphs and schedule; default: $ZCOMPILE_DUMP."
     )
+    optimizer: torch.optim.Optimizer | None = Field(
+        None, description="Whose step becomes a fused kernel, as by zcompile.fuse(optimizer)."
+    )
     step: str | None = Field(
         None, description="Which step takes the gradients; zcompile.compile_step sets it."
     )
