@@ -31,6 +31,7 @@ def case(seed):
             kind = draw.choice(["reduce-scatter", "all-reduce"])
             more = {"size": size(), "grad_bytes": size(), "result_bytes": size()}
             more["in_place"] = in_place and kind == "reduce-scatter"
+            more["update_bytes"] = draw.choice([0, 0, 1, 2])
             reductions.append(reduction(name, ready, needed, graph=graph, kind=kind, **more))
     sim = simulator(
         [draw.randint(0, 3) for _ in range(count)],
@@ -109,7 +110,9 @@ def counted(sim, schedule):
                 continue
             for row in members:
                 total += row.grad_bytes if 2 * row.ready <= slot <= 2 * bucket.wait else 0
-                total += row.result_bytes if issued and (awaited or row.in_place) else 0
+                there = issued and (awaited or row.in_place)
+                gone = row.update_bytes and slot > 2 * bucket.wait
+                total += row.result_bytes if there and not gone else 0
             if in_flight and step.world > 1:
                 if bucket.kind == "all-reduce":
                     total += whole
@@ -136,7 +139,10 @@ def timed(sim, schedule):
                     todo += [("work", sim.costs.link.host), ("send", bucket)]
             for bucket in here:
                 if bucket.wait == position:
-                    todo += [("await", bucket), ("work", sim.costs.link.after)]
+                    rows = step.gathers if bucket.kind == "all-gather" else step.reductions
+                    # The toy device moves a byte a second.
+                    update = sum(getattr(rows[m], "update_bytes", 0) for m in bucket.members)
+                    todo += [("await", bucket), ("work", sim.costs.link.after + update)]
             if position < end:
                 todo.append(("work", step.ops[position].flops))
     now, queue, over = 0.0, [], {}
