@@ -88,3 +88,39 @@ def cases(rank, world):
 
 def test_what_is_held_is_neither_lost_nor_counted_twice(ranks):
     ranks(cases, world=2)
+
+
+def crossing(rank, world):
+    """Backward passes that do not run where their forward passes did, and one that is frozen."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    plain = copy.deepcopy(model)
+    opts = options(1)
+    zcompile.shard(model, opts)
+    compiled = torch.compile(model, backend="zero", options=opts)
+    x = torch.randn(4, 2, 8)
+    with zcompile.no_sync(model):
+        losses = [compiled(each).square().sum() for each in x[:2]]
+    losses += [compiled(each).square().sum() for each in x[2:]]
+    for loss in losses:
+        loss.backward()
+    for each in x:
+        plain(each).square().sum().backward()
+    compare_gradients(model, plain, TOLERANCE, "of four passes")
+    with zcompile.no_sync(model):
+        compiled(x[0]).square().sum().backward()
+    compiled(x[0]).square().sum().backward()
+    for each in (model, plain):
+        for p in each.parameters():
+            p.grad = None
+        each.weight.requires_grad_(False)
+    with zcompile.no_sync(model):
+        compiled(x[0]).square().sum().backward()
+    compiled(x[0]).square().sum().backward()
+    (2 * plain(x[0]).square().sum()).backward()
+    compare_gradients(model, plain, TOLERANCE, "with a frozen weight")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_passes_that_cross_and_parameters_that_freeze(ranks, world):
+    ranks(crossing, world=world)

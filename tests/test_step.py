@@ -10,6 +10,7 @@ from parity import TOLERANCE, close, compare_state, options
 from torch import nn, optim
 from torch._dynamo.utils import counters
 
+import zcompile
 from zcompile import LossScaler, OptionError, Step, ZeroError, ZeroWarning, compile_step
 
 OPTIMIZERS = {
@@ -332,6 +333,64 @@ def test_the_scale_follows_window_hysteresis_and_minimum():
     assert other.state_dict() == scaler.state_dict() and scaler.skipped == 8
 
 
+# What changes between steps, and who else is in the graph
+
+
+def test_what_is_asked_for_later_is_heeded():
+    torch.manual_seed(0)
+    model, step = made()
+    plain = copy.deepcopy(model)
+    theirs = optim.SGD(plain.parameters(), lr=0.1)
+    seen = []
+
+    def both(clip=None):
+        step(*batch(0))
+        plain_step(plain, theirs, 1, 0, clip)
+
+    both()
+    step.clip = 0.01
+    both(0.01)
+    step.clip = None
+    for each in (model, plain):
+        each.weight.register_hook(lambda grad: grad * 0.5)
+    both()
+    step.optimizer.register_step_pre_hook(lambda o, *_: seen.append(model.bias.grad is not None))
+    both()
+    assert seen == [True]
+    close(model.weight, plain.weight, TOLERANCE, "weight")
+    close(model.bias, plain.bias, TOLERANCE, "bias")
+
+
+def adversary(rank, world):
+    """Two models whose parameters have the same names, of which the step updates one."""
+    torch.manual_seed(0)
+    make, judge = (nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2))
+    plain, plain_judge = copy.deepcopy(make), copy.deepcopy(judge)
+    ours, theirs = optim.SGD(make.parameters(), lr=0.1), optim.SGD(plain.parameters(), lr=0.1)
+    zcompile.shard(judge, options(3))
+    step = compile_step(make, lambda y, _: judge(y).square().mean(), ours, options=options(3))
+    for seed in range(3):
+        x, _ = batch(seed)
+        step(x, None)
+        plain_judge(plain(x)).square().mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    compare_state(make, plain, ours, theirs, TOLERANCE)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_another_model_s_gradients_are_its_own(ranks, world):
+    ranks(adversary, world=world)
+
+
+def test_many_steps_are_all_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+    for _ in range(10):
+        made()[1](*batch(0))
+    assert counters["stats"]["unique_graphs"] == 10
+
+
 # Refusals
 
 
@@ -375,6 +434,20 @@ def made(**more):
 def test_a_batch_that_cannot_be_cut():
     _, step = made(accumulate=3)
     with pytest.raises(ZeroError, match=r"shape \(8, 6\) cannot be cut into accumulate=3"):
+        step(*batch(0))
+
+
+def test_tensors_that_are_no_batches():
+    _, step = made(accumulate=2)
+    with pytest.raises(ZeroError, match=r"these differ there: \(8, 6\), \(4, 3\)"):
+        step(batch(0)[0], torch.zeros(4, 3))
+
+
+def test_where_a_step_cannot_be_called():
+    model, step = made()
+    with torch.no_grad(), pytest.raises(ZeroError, match="a compiled step trains"):
+        step(*batch(0))
+    with zcompile.no_sync(model), pytest.raises(ZeroError, match="call it outside of no_sync"):
         step(*batch(0))
 
 

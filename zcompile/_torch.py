@@ -54,6 +54,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "disable_dynamo",
     "enclosing_fake_mode",
     "forget_compiled",
+    "global_step_hooks",
     "in_tracer",
     "load_cpp",
     "make_fx",
@@ -199,6 +201,11 @@ def backward_pass() -> int:
 def at_the_end_of_backward(callback: Callable[[], None]) -> None:
     """Called in a hook: run `callback` once the backward pass that is running is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def global_step_hooks() -> int:
+    """How many hooks look at every optimizer before it steps."""
+    return len(_global_optimizer_pre_hooks)
 
 
 def shortened(error: Exception) -> Exception:

@@ -40,7 +40,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             compiled(x1).backward()
         compiled(x2).backward()
 
-    What is not compiled is averaged in every pass.
+    What is not compiled is averaged in every pass. optimizer.zero_grad() does not discard what is
+    held.
 
     Raises:
         ZeroError: the model is not sharded (yet).
@@ -60,6 +61,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         _open -= 1
+
+
+def is_open() -> bool:
+    """Whether this is inside of a no_sync."""
+    return _open > 0
 
 
 def check_settled(optimizer: torch.optim.Optimizer) -> None:
@@ -117,7 +123,7 @@ def _hold(module: nn.Module) -> None:
     for name, spec in type(module)._zero_specs.items():
         param = module._parameters[name]
         if param is not None and param.requires_grad and name not in leaves:
-            leaves[name] = _leaf(param, spec)
+            leaves[name] = _leaf(module, param, spec)
     _holding.add(module)
     give_form(module, "held", _read_held)
 
@@ -126,13 +132,17 @@ def _owed(module: Any) -> list[str]:
     return [name for name, leaf in module._zero_held.items() if leaf.grad is not None]
 
 
-def _leaf(param: Any, spec: ParamSpec) -> Tensor:
+def _leaf(module: nn.Module, param: Any, spec: ParamSpec) -> Tensor:
     """Of the parameter's whole shape and no memory: what gathers its whole gradient."""
     zero = param._local_tensor.detach().new_zeros((), dtype=spec.reduce_dtype)
     leaf: Tensor = zero.expand(spec.shape).requires_grad_()
+    owner = weakref.ref(module)
 
     def arrived(_: Tensor) -> None:
         global _settles
+        # A forward pass may have read this leaf before others were averaged.
+        if (holder := owner()) is not None:
+            _holding.add(holder)
         if not _open and _settles != backward_pass():
             _settles = backward_pass()
             at_the_end_of_backward(_settle_all)
@@ -176,6 +186,6 @@ class _Hold(torch.autograd.Function):
 
 def _read_held(module: Any, name: str, param: ZeroParameter, spec: ParamSpec) -> Any:
     leaf = module._zero_held.get(name)
-    if leaf is None:
+    if leaf is None or not param.requires_grad:
         return read_shard(module, name, param, spec)
     return _Hold.apply(unsharded(param.to_local().detach(), spec), leaf)

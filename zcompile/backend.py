@@ -154,7 +154,7 @@ class Build:
         """Parameters that are updated during backward, and the bytes which that moves."""
         if self.options.step is None or self.group is None:
             return {}
-        found = updates.find(self.options.step).updated()
+        found = updates.find(self.options.step).updated(self.params)
         if self.group.world > 1:
             return found
         # Of one rank's parameters, those that forward keeps are the ones at rest, under a name of

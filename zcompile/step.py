@@ -13,6 +13,7 @@ the factor goes into the same pass over memory as the update.
 from __future__ import annotations
 
 import contextlib
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zcompile import comm, updates
-from zcompile._torch import OptimizedModule
-from zcompile.accumulation import drop, no_sync
+from zcompile._torch import OptimizedModule, global_step_hooks
+from zcompile.accumulation import check_settled, drop, is_open, no_sync
 from zcompile.backend import zero
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import shard_whole
@@ -33,6 +34,7 @@ from zcompile.layout import largest_shard
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathered_alone, gradient
 from zcompile.scaler import LossScaler
+from zcompile.updates import Tensors
 
 LossFunction = Callable[..., Tensor]
 
@@ -113,7 +115,7 @@ class Step:
         self.params = dict(self._named())
         if self.moved is None:
             self.moved = self._moved()  # not while something is being traced
-        self._check_no_gradient()
+        self._check()
         losses = []
         try:
             for index, (some, named) in enumerate(self._micro_batches(args, kwargs)):
@@ -122,7 +124,7 @@ class Step:
             self._finish()
         finally:
             self.kept.clear()
-            if self.stage == 1:
+            if self.stage == 1 and self.accumulate > 1:
                 drop([m for m in self.model.modules() if "_zero_held" in vars(m)])
             for param in self.params.values():
                 param.grad = None
@@ -130,9 +132,15 @@ class Step:
 
     # What the backward graph calls: see updates.py
 
-    def updated(self) -> Mapping[str, int]:
+    def updated(self, params: Tensors) -> Mapping[str, int]:
         """Updates that backward does itself: none where each needs to know every gradient."""
-        return self.moved or {}
+        # Another model in the graph may have parameters of the same names.
+        others = {
+            p.spec.name
+            for p in params
+            if isinstance(p, ZeroParameter) and self.params.get(p.spec.name) is not p
+        }
+        return {n: b for n, b in (self.moved or {}).items() if n not in others}
 
     def begin(self) -> None:
         self.forwards += 1
@@ -140,15 +148,15 @@ class Step:
     def receive(
         self, names: Sequence[str], grads: Sequence[Tensor], left: Sequence[Tensor]
     ) -> None:
-        if self.alone != gathered_alone():
-            # Something besides this graph read parameters: autograd adds up what each makes.
-            for grad, empty in zip(grads, left, strict=True):
-                empty.resize_(grad.shape).copy_(grad)
-            return
-        now = self.last and self.forwards == 1
+        # Where something besides this graph read parameters, autograd adds up what each makes.
+        alone = self.alone == gathered_alone()
+        now = self.last and self.forwards == 1 and not self._waits
         ready = []
         with torch.no_grad():
-            for name, grad in zip(names, grads, strict=True):
+            for name, grad, empty in zip(names, grads, left, strict=True):
+                if not alone or name not in self.params or _is_watched(self.params[name]):
+                    empty.resize_(grad.shape).copy_(grad)
+                    continue
                 self._keep(name, grad)
                 self.arrived.add(name)
                 if now:
@@ -169,8 +177,8 @@ class Step:
     @property
     def _waits(self) -> bool:
         """Whether an update needs every gradient: for a norm, for a hook that looks at them."""
-        hooks = self.optimizer._optimizer_step_pre_hooks
-        return self.clip is not None or self.scaler is not None or bool(hooks)
+        hooks = len(self.optimizer._optimizer_step_pre_hooks) + global_step_hooks()
+        return self.clip is not None or self.scaler is not None or hooks > 1  # one is our own
 
     def _moved(self) -> dict[str, int]:
         fused = self._fused()
@@ -206,7 +214,12 @@ class Step:
                 raise ZeroError(f"two parameters of the optimizer are called {name!r}")
             yield name, params[0]
 
-    def _check_no_gradient(self) -> None:
+    def _check(self) -> None:
+        if not torch.is_grad_enabled():
+            raise ZeroError("a compiled step trains: it cannot run under torch.no_grad()")
+        if is_open():
+            raise ZeroError("a compiled step accumulates by itself: call it outside of no_sync")
+        check_settled(self.optimizer)
         for name, param in self.params.items():
             if param.grad is not None:
                 raise ZeroError(
@@ -221,11 +234,18 @@ class Step:
             yield args, kwargs
             return
         leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] % self.accumulate:
+        batches = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        for leaf in batches:
+            if leaf.shape[0] % self.accumulate:
                 raise ZeroError(
                     f"a batch of shape {tuple(leaf.shape)} cannot be cut into accumulate="
                     f"{self.accumulate} equal micro-batches along its first dimension"
+                )
+            if leaf.shape[0] != batches[0].shape[0]:
+                raise ZeroError(
+                    f"accumulate={self.accumulate} cuts every tensor along its first dimension, "
+                    f"and these differ there: {tuple(batches[0].shape)}, {tuple(leaf.shape)}. What "
+                    "is no batch belongs into the model, as a buffer"
                 )
         for index in range(self.accumulate):
             yield torch.utils._pytree.tree_unflatten(
@@ -316,13 +336,19 @@ def _loss_of(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., An
             result = model(*args, **kwargs)
             return result if isinstance(result, Tensor) else result.loss
 
-        return returned
+        return _of_its_own(returned)
 
     def computed(*args: Any, **kwargs: Any) -> Any:
         *inputs, target = args
         return loss_fn(model(*inputs, **kwargs), target)
 
-    return computed
+    return _of_its_own(computed)
+
+
+def _of_its_own(function: Any) -> Callable[..., Any]:
+    """The function with a code object of its own: by those Dynamo counts what it compiles."""
+    code = function.__code__.replace()
+    return types.FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
 def _is_watched(param: ZeroParameter) -> bool:

@@ -18,9 +18,9 @@ Tensors = Sequence[Tensor]
 
 
 class Receiver(Protocol):
-    def updated(self) -> Mapping[str, int]:
-        """Parameters that it updates as soon as their gradients are there, by name, and the bytes
-        that each update reads and writes."""
+    def updated(self, params: Tensors) -> Mapping[str, int]:
+        """Those of a graph's parameters that it updates as soon as their gradients are there, by
+        name, and the bytes that each update reads and writes."""
         ...
 
     def begin(self) -> None:
@@ -41,7 +41,7 @@ class Receiver(Protocol):
 class Nobody:
     """Takes gradients and drops them, in a graph that runs by itself."""
 
-    def updated(self) -> Mapping[str, int]:
+    def updated(self, params: Tensors) -> Mapping[str, int]:
         return {}
 
     def begin(self) -> None:
