@@ -139,6 +139,7 @@ def _traffic(read: Callable[[], object] | None) -> Traffic | None:
     """What zcompile.traffic() counts, as a dict."""
     if read is None:
         return None
+    # A zcompile.Traffic, which is not imported beside other systems.
     counters = dataclasses.asdict(read())  # type: ignore[call-overload]
     return {name: int(value) for name, value in counters.items()}
 

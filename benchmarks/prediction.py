@@ -221,6 +221,7 @@ def _peer(
         span.append(time.perf_counter())
         losses.append(loss)
 
+    # Every system calls it in its step, and none says when it is over.
     torch.Tensor.backward = backward  # type: ignore[method-assign]
     times = []
     for index in range(steps):

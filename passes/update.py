@@ -115,25 +115,26 @@ class _Reads:
         self.waits: dict[str, fx.Node] = {}
         self.shards: dict[str, fx.Node] = {}
         for node in calls(graph, REPLICATE):
-            self._read(str(node.args[-1]), node.args[0], [node], keeps=True)
+            self._read(str(node.args[-1]), node.args[0], [node])
         for start in calls(graph, GATHER_START):
             for name, shard, item in zip(
                 start.meta["parameters"], start.args[0], item_users(start), strict=True
             ):
                 # With one rank the shard is the parameter.
-                self._read(name, shard, [item], keeps=world == 1)
+                self._read(name, shard, [item] if world == 1 else [])
                 if world > 1:
                     (wait,) = {u for u in item.users if u.target is WAIT}
                     self.waits[name] = max(wait, self.waits.get(name, wait))
 
-    def _read(self, name: str, shard: fx.Node, values: Iterable[fx.Node], keeps: bool) -> None:
+    def _read(self, name: str, shard: fx.Node, same: Iterable[fx.Node]) -> None:
+        """same: values that may share the shard's memory."""
         source = trivial_source(shard)
         if source.op == "placeholder":
             self.shards[name] = source
         uses = self.local.setdefault(name, [])
         uses.append(shard)
-        for value in values:
-            uses += [u for a in aliases(value) for u in (a, *a.users) if keeps and u.op != "output"]
+        for value in same:
+            uses += [u for a in aliases(value) for u in (a, *a.users) if u.op != "output"]
 
 
 def _start(finish: fx.Node) -> fx.Node:

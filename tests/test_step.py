@@ -6,17 +6,14 @@ import weakref
 
 import pytest
 import torch
-from parity import TOLERANCE, close, compare_state, options
+from parity import TOLERANCE, close, compare_state, options, whole
+from test_fused import Normed
+from test_fused_ranks import MAKES as OPTIMIZERS
 from torch import nn, optim
 from torch._dynamo.utils import counters
 
 import zcompile
 from zcompile import LossScaler, OptionError, Step, ZeroError, ZeroWarning, compile_step
-
-OPTIMIZERS = {
-    "momentum": lambda p: optim.SGD(p, lr=0.05, momentum=0.9),
-    "adamw": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1),
-}
 
 
 class Net(nn.Module):
@@ -206,26 +203,11 @@ def test_another_rate_compiles_nothing(ranks):
 # Optimizers that no kernel steps, and what looks at gradients
 
 
-class Normed(optim.Optimizer):
-    """Not elementwise: each parameter moves by its gradient over the gradient's largest value."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    size = p.grad.square().sum().sqrt()
-                    p.add_(p.grad / size, alpha=-group["lr"])
-
-
 def test_an_optimizer_that_is_not_elementwise_steps_itself():
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     plain = copy.deepcopy(model)
-    ours, theirs = Normed(model.parameters()), Normed(plain.parameters())
+    ours, theirs = Normed(model.parameters(), lr=0.1), Normed(plain.parameters(), lr=0.1)
     step = compile_step(model, mse, ours, accumulate=2, options=options(3))
     with pytest.warns(ZeroWarning, match="Normed steps 2 of 2 parameters itself"):
         for seed in range(3):
@@ -297,16 +279,12 @@ def scaled(rank, world, stage, accumulate):
             if p.grad is not None:
                 p.grad /= scale * accumulate
         norm = nn.utils.clip_grad_norm_(by_hand.parameters(), 0.1)
-        if torch.isfinite(zcompile_whole(norm)):
+        if torch.isfinite(whole(norm)):
             theirs.step()
         theirs.zero_grad()
         close(loss, torch.stack(parts).mean(), 1e-3, "loss") if seed != 1 else None
         compare_state(model, by_hand, ours, theirs, 2e-5)
     return scaler.state_dict(), said
-
-
-def zcompile_whole(value):
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,12 +84,13 @@ def check_settled(optimizer: torch.optim.Optimizer) -> None:
 
 
 @torch.no_grad()
-def settle(modules: Sequence[nn.Module]) -> None:
-    """Average what these modules hold, on every rank together, and read parameters as ever.
+def settle() -> None:
+    """Average what is held, on every rank together, and read parameters as ever.
 
     Raises:
         ZeroError: ranks hold gradients of other parameters.
     """
+    modules = sorted(_holding, key=_first_name)
     held: dict[int, tuple[Any, Tensor]] = {}  # several modules may share a parameter
     for module in modules:
         for name in _owed(module):
@@ -109,7 +110,7 @@ def settle(modules: Sequence[nn.Module]) -> None:
                 param.grad = mean if param.grad is None else param.grad + mean
 
 
-def drop(modules: Sequence[nn.Module]) -> None:
+def drop(modules: Iterable[nn.Module]) -> None:
     """Read parameters as ever, and forget what is held."""
     for module in modules:
         for leaf in vars(module).get("_zero_held", {}).values():
@@ -145,14 +146,10 @@ def _leaf(module: nn.Module, param: Any, spec: ParamSpec) -> Tensor:
             _holding.add(holder)
         if not _open and _settles != backward_pass():
             _settles = backward_pass()
-            at_the_end_of_backward(_settle_all)
+            at_the_end_of_backward(settle)
 
     leaf.register_post_accumulate_grad_hook(arrived)
     return leaf
-
-
-def _settle_all() -> None:
-    settle(sorted(_holding, key=_first_name))
 
 
 def _first_name(module: Any) -> str:

@@ -130,14 +130,22 @@ def _reduce_grad(
     if grad.is_sparse:  # of nn.Embedding(sparse=True)
         grad = grad.to_dense()
     grad = grad.to(collectives.wire_dtype(grad.dtype, reduce_dtype)).contiguous()
-    first, last = where.owned(grad.shape[0])
+    return _reduced([grad], dtype, reduce_dtype, where)[0]
+
+
+def _reduced(
+    grads: list[Tensor], dtype: torch.dtype, reduce_dtype: torch.dtype, where: comm.Group
+) -> list[Tensor]:
+    """One reduce-scatter of several gradients, now. grads: in the dtype in which they travel."""
     if where.native and where.pg is not None:
-        flat = collectives.native_reduce([grad], reduce_dtype, where.world, where.pg_name)
+        flat = collectives.native_reduce(grads, reduce_dtype, where.world, where.pg_name)
         comm.count("reduce", flat.nbytes * (where.world - 1))
-        return collectives.native_reduced(flat, [grad.shape], [last - first], dtype, where.world)[0]
-    received = comm.reduce_start([grad], where, _ALONE)
+        owned = [last - first for first, last in (where.owned(g.shape[0]) for g in grads)]
+        shapes = [g.shape for g in grads]
+        return collectives.native_reduced(flat, shapes, owned, dtype, where.world)
+    received = comm.reduce_start(grads, where, _ALONE)
     comm.wait(where, _ALONE)
-    return collectives.mean_of_parts(grad[first:last], received[0], reduce_dtype, dtype)
+    return _mean(grads, received, dtype, reduce_dtype, where.name)
 
 
 @_fake("reduce_grad")
@@ -154,10 +162,15 @@ def _all_reduce_grad(
     _agree(where, "all-reduce", name, grad.shape, reduce_dtype)
     if grad.is_sparse:
         grad = grad.to_dense()
-    flat = collectives.flatten([grad], reduce_dtype)
-    comm.all_reduce_start(flat, where, _ALONE)
-    comm.wait(where, _ALONE)
-    return collectives.all_reduced(flat, [grad.shape], dtype, where.world)[0]
+    return _all_reduced([grad], dtype, reduce_dtype, group)[0]
+
+
+def _all_reduced(
+    grads: list[Tensor], dtype: torch.dtype, reduce_dtype: torch.dtype, group: str
+) -> list[Tensor]:
+    """One all-reduce of several gradients, now."""
+    flat = _all_reduce_start(grads, reduce_dtype, group, _ALONE)
+    return _all_reduce_finish(grads, flat, dtype, group, _ALONE)
 
 
 @_fake("all_reduce_grad")
@@ -380,25 +393,15 @@ def _agree(
     group.control.agree(fingerprint([line]), lambda: [line])
 
 
-def average(
-    group: str, sharded: bool, specs: Sequence[Any], grads: Sequence[Tensor]
-) -> list[Tensor]:
+def average(group: str, sharded: bool, specs: Sequence[Any], grads: list[Tensor]) -> list[Tensor]:
     """Average whole gradients of several parameters over the ranks: reduce_grad or all_reduce_grad
     of all of them in one collective, in the dtype that they have. specs: ParamSpecs."""
     where, dtype = comm.find(group), grads[0].dtype
     names = ", ".join(f"{s.name} {tuple(g.shape)}" for s, g in zip(specs, grads, strict=True))
     _agree(where, "averaging", names, (), dtype)
     if not sharded:
-        flat = _all_reduce_start(list(grads), dtype, group, _ALONE)
-        return _all_reduce_finish(list(grads), flat, dtype, group, _ALONE)
-    if where.native and where.pg is not None:
-        flat = collectives.native_reduce(grads, dtype, where.world, where.pg_name)
-        comm.count("reduce", flat.nbytes * (where.world - 1))
-        owned = [last - first for first, last in (where.owned(g.shape[0]) for g in grads)]
-        shapes = [g.shape for g in grads]
-        return collectives.native_reduced(flat, shapes, owned, dtype, where.world)
-    received = _reduce_start(list(grads), dtype, group, _ALONE)
-    return _reduce_finish(list(grads), received, dtype, dtype, group, _ALONE)
+        return _all_reduced(grads, dtype, dtype, group)
+    return _reduced(grads, dtype, dtype, where)
 
 
 # Names for passes, so that none of them spells an op as a string.

@@ -270,6 +270,7 @@ def _nothing(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]],
         args.clear()
         return [_fake(value) for value in values]
 
+    # How AOTAutograd tells that a function takes its arguments in a list.
     run_graph._boxed_call = True  # type: ignore[attr-defined]
     return run_graph
 

@@ -65,7 +65,9 @@ def watch(backend: Backend) -> None:
             return
         optimizer = _steps_for(call[1])
         if optimizer is not None:
-            redirect_compiled(frame, fuse(optimizer).step)
+            step = fuse(optimizer).step
+            redirect_compiled(frame, step)
+            seen.add(step)  # what this compiled object calls from now on
         else:
             modules, options = _called(frame, *call)
             shard_whole(modules, options)

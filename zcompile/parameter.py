@@ -106,9 +106,8 @@ class ZeroParameter(DTensor):
 
 
 def gradient(local: Tensor, param: ZeroParameter) -> DTensor:
-    """This rank's rows of a gradient, or of anything that is laid out like the parameter."""
-    spec = _dtensor_spec(local, param.spec, param.device_mesh)
-    return DTensor(local, spec, requires_grad=False)
+    """A gradient of which this rank holds these rows."""
+    return _laid_out(local, param.spec, param.device_mesh)
 
 
 def shard_of(full: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> Tensor:
@@ -121,7 +120,10 @@ def shard_of(full: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> Tensor:
 
 def state_dtensor(full: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensor:
     """A tensor of the parameter's shape, such as a moment, laid out like the parameter."""
-    local = shard_of(full, spec, mesh)
+    return _laid_out(shard_of(full, spec, mesh), spec, mesh)
+
+
+def _laid_out(local: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensor:
     return DTensor(local, _dtensor_spec(local, spec, mesh), requires_grad=False)
 
 
@@ -298,6 +300,6 @@ def _own_part(spec: ParamSpec, mesh: DeviceMesh) -> Callable[[Tensor], Tensor | 
             return None
         reduction = dialect.REDUCE_GRAD if spec.sharded else dialect.ALL_REDUCE_GRAD
         local = reduction(grad, grad.dtype, spec.reduce_dtype, spec.group, spec.name)
-        return DTensor(local, _dtensor_spec(local, spec, mesh), requires_grad=False)
+        return _laid_out(local, spec, mesh)
 
     return reduce

@@ -349,6 +349,7 @@ def give_readers(
     sharding. members: further attributes of the class."""
     base = type(module)
     if "_zero_specs" in base.__dict__:
+        # A class made below has a base, which typing cannot know.
         base = base.__base__  # type: ignore[assignment]
     named: dict[str, Any] = {name: property(read) for name, read in readers.items()}
     if isinstance(module, nn.RNNBase):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -30,7 +29,7 @@ from zcompile.backend import zero
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import shard_whole
 from zcompile.fused import fuse
-from zcompile.layout import largest_shard
+from zcompile.machine import held_elements
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathered_alone, gradient
 from zcompile.scaler import LossScaler
@@ -112,7 +111,7 @@ class Step:
         Raises:
             ZeroError: a batch that cannot be cut, a gradient from elsewhere.
         """
-        self.params = dict(self._named())
+        self.params = self._named()
         if self.moved is None:
             self.moved = self._moved()  # not while something is being traced
         self._check()
@@ -125,7 +124,7 @@ class Step:
         finally:
             self.kept.clear()
             if self.stage == 1 and self.accumulate > 1:
-                drop([m for m in self.model.modules() if "_zero_held" in vars(m)])
+                drop(self.model.modules())
             for param in self.params.values():
                 param.grad = None
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
@@ -145,9 +144,7 @@ class Step:
     def begin(self) -> None:
         self.forwards += 1
 
-    def receive(
-        self, names: Sequence[str], grads: Sequence[Tensor], left: Sequence[Tensor]
-    ) -> None:
+    def receive(self, names: Sequence[str], grads: Tensors, left: Tensors) -> None:
         # Where something besides this graph read parameters, autograd adds up what each makes.
         alone = self.alone == gathered_alone()
         now = self.last and self.forwards == 1 and not self._waits
@@ -191,16 +188,20 @@ class Step:
                     continue
                 per_element = fused.bytes_moved(self.optimizer, group, param)
                 if per_element is not None:
-                    # The same on every rank: of the largest shard.
-                    found[param.spec.name] = per_element * _largest(param)
+                    world = comm.find(param.spec.group).world
+                    found[param.spec.name] = per_element * held_elements(param.spec, world)
         return found
 
     def _fused(self) -> Any:
         return getattr(self.optimizer.step, "fused", None)
 
-    def _named(self) -> Iterator[tuple[str, ZeroParameter]]:
-        """The optimizer's parameters by the names that graphs use; none that two of them share."""
-        seen: dict[str, list[ZeroParameter]] = {}
+    def _named(self) -> dict[str, ZeroParameter]:
+        """The optimizer's parameters by the names that graphs use.
+
+        Raises:
+            ZeroError: one is no parameter of the model, or two have one name.
+        """
+        found: dict[str, ZeroParameter] = {}
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if type(param) is not ZeroParameter:
@@ -208,11 +209,11 @@ class Step:
                         f"the optimizer holds a parameter of shape {tuple(param.shape)} that is "
                         "not the model's: compile_step updates the parameters of one model"
                     )
-                seen.setdefault(param.spec.name, []).append(param)
-        for name, params in seen.items():
-            if len(params) > 1:
-                raise ZeroError(f"two parameters of the optimizer are called {name!r}")
-            yield name, params[0]
+                if found.setdefault(param.spec.name, param) is not param:
+                    raise ZeroError(
+                        f"two parameters of the optimizer are called {param.spec.name!r}"
+                    )
+        return found
 
     def _check(self) -> None:
         if not torch.is_grad_enabled():
@@ -357,13 +358,6 @@ def _is_watched(param: ZeroParameter) -> bool:
     return len(before) > 1 or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def _largest(param: ZeroParameter) -> int:
-    """Elements of the largest shard."""
-    if not param.spec.sharded:
-        return param.numel()
-    return largest_shard(param.spec.shape, comm.find(param.spec.group).world)
-
-
 def _stands_for_nothing(grad: DTensor, name: str, arrived: set[str]) -> bool:
     """Whether it is what passes/update.py returns in place of a gradient that was handed over."""
     return name in arrived and not grad._local_tensor.numel()
@@ -396,8 +390,5 @@ def _norm(params: Mapping[str, ZeroParameter], grads: Mapping[str, Tensor]) -> f
             norm = torch.linalg.vector_norm(grads[name], dtype=torch.float64)
             total += float(norm) ** 2
     if group is not None and group.pg is not None:
-        mine = torch.tensor([total], dtype=torch.float64)
-        parts = [torch.empty_like(mine) for _ in range(group.world)]
-        dist.all_gather(parts, mine, group=group.pg)
-        total = sum(float(part) for part in parts)
+        total = sum(comm.everyone(total, group.pg))
     return total**0.5

@@ -27,9 +27,7 @@ class Receiver(Protocol):
         """A forward graph whose backward graph will hand over gradients is about to run."""
         ...
 
-    def receive(
-        self, names: Sequence[str], grads: Sequence[Tensor], left: Sequence[Tensor]
-    ) -> None:
+    def receive(self, names: Sequence[str], grads: Tensors, left: Tensors) -> None:
         """Take this rank's rows of the mean gradients of these parameters. grads[i]: (rows, *rest)
 
         left[i]: (0, *rest), what autograd is given in place of a gradient. Where it has to be given
@@ -47,9 +45,7 @@ class Nobody:
     def begin(self) -> None:
         pass
 
-    def receive(
-        self, names: Sequence[str], grads: Sequence[Tensor], left: Sequence[Tensor]
-    ) -> None:
+    def receive(self, names: Sequence[str], grads: Tensors, left: Tensors) -> None:
         pass
 
 
