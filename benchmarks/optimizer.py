@@ -112,14 +112,18 @@ def ceiling(elements: int) -> Callable[[], object]:
         ),
     )
     run = build.on_cpu(bare)
-    tensors = [[torch.rand(elements // PIECES) for _ in range(PIECES)] for _ in kernel.buffers()]
-    addresses = torch.tensor([[t.data_ptr() for t in row] for row in tensors])
-    counts = torch.tensor([t.numel() for t in tensors[0]])
+    # Buffers as an optimizer's own lie in memory.
+    optimizer = optim.AdamW(parameters(elements))
+    optimizer.step()
+    states = optimizer.state.items()
+    rows = [[p, p.grad, s["exp_avg"], s["exp_avg_sq"]] for p, s in states]
+    addresses = torch.tensor([[t.data_ptr() for t in row] for row in rows]).T.contiguous()
+    counts = torch.tensor([p.numel() for p, _ in states])
     nothing = torch.zeros(PIECES, 0, dtype=torch.float64)
 
     def step() -> object:
         run(addresses, counts, nothing)
-        return tensors  # which only addresses stand for
+        return optimizer  # whose memory the addresses are
 
     return step
 

@@ -27,16 +27,20 @@ class CannotBuild(Exception):
 # int64 and the last in double precision, all on the host.
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
+# Inductor writes vectors out by hand, so it switches off what turns a loop into them: even `omp
+# simd` does nothing then, and a square root that may set errno stays a call.
+_FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fsigned-zeros")
+
 
 @functools.cache
 def on_cpu(kernel: Kernel) -> Run:
-    """Compiled by the compiler that Inductor uses, with its flags.
+    """Compiled by the compiler that Inductor uses, with its flags but for `_FLAGS`.
 
     Raises:
         CannotBuild: no compiler is installed, or it refuses the source.
     """
     try:
-        library = load_cpp(cpp.emit(kernel))
+        library = load_cpp(cpp.emit(kernel), extra_flags=_FLAGS)
     except Exception as error:
         raise CannotBuild(first_line(error)) from error
     call = getattr(library, kernel.name)

@@ -1,4 +1,4 @@
-"""A kernel as C++: one loop over memory, vectorised by the compiler (`omp simd`).
+"""A kernel as C++: one pass over memory, vectorised by the compiler (`omp simd`).
 
 Elements come in segments (a parameter's shard each), whose buffers lie anywhere: the function gets
 a table of addresses.
@@ -26,6 +26,18 @@ _PRELUDE = """\
 #include <cstdint>
 #include <cstring>
 #include <limits>
+"""
+
+# Elements. One block asks for the memory of the fourth after it: the processor's own prefetching,
+# over four arrays read and three written, leaves a tenth of the bandwidth unused.
+_BLOCK = 64
+
+_PREFETCH = f"""
+template <int written, class T> static inline void prefetch(const T* block) {{
+  const char* ahead = reinterpret_cast<const char*>(block + {4 * _BLOCK});
+  for (size_t line = 0; line < {_BLOCK} * sizeof(T); line += 64)
+    __builtin_prefetch(ahead + line, written);
+}}
 """
 
 _FROM_BF16 = """
@@ -106,6 +118,7 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     for about in kernel.about:
         yield f"// {about}"
     yield _PRELUDE
+    yield _PREFETCH
     if any(load.dtype == torch.bfloat16 for load in kernel.loads):
         yield _FROM_BF16
     if any(store.dtype == torch.bfloat16 for store in kernel.stores):
@@ -119,15 +132,21 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     parameters = [f"{pointer} __restrict {buffer}_at" for buffer, pointer in pointers.items()]
     parameters += [f"const {real} {scalar}" for scalar in kernel.scalars]
     yield f"static void piece({', '.join(parameters)}, int64_t count) {{"
+    yield f"  for (int64_t block = 0; block < count; block += {_BLOCK}) {{"
+    for buffer in buffers:
+        ahead = "<1>" if buffer in stored else "<0>"
+        yield f"    prefetch{ahead}({buffer}_at + block);"
+    yield f"    const int64_t end = std::min(block + {_BLOCK}, count);"
     yield "#pragma omp simd"
-    yield "  for (int64_t i = 0; i < count; ++i) {"
+    yield "    for (int64_t i = block; i < end; ++i) {"
     for load in kernel.loads:
-        yield f"    const {real} {load.buffer} = {_load(load.buffer, load.dtype, real)};"
+        yield f"      const {real} {load.buffer} = {_load(load.buffer, load.dtype, real)};"
     for line in kernel.body:
         kind = "bool" if OPS[line.op] == "?" else real
-        yield f"    const {kind} {line.name} = {_expression(line, real)};"
+        yield f"      const {kind} {line.name} = {_expression(line, real)};"
     for store in kernel.stores:
-        yield f"    {store.buffer}_at[i] = {_rounded(store.value, store.dtype, real)};"
+        yield f"      {store.buffer}_at[i] = {_rounded(store.value, store.dtype, real)};"
+    yield "    }"
     yield "  }"
     yield "}"
     arguments = [

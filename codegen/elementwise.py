@@ -206,6 +206,10 @@ class _Emit:
     def logic(self, op: str, *args: Any) -> str:
         return self.splitter.line(op, *map(self.truth, args))
 
+    def uniform(self, value: Any) -> bool:
+        """Whether it is a scalar of the kernel's, the same for all elements."""
+        return isinstance(value, fx.Node) and value not in self.splitter.env
+
     def scaled(self, value: Any, by: Any) -> Any:
         return value if by == 1 else self.mul(value, by)
 
@@ -228,6 +232,8 @@ def _clamp(e: _Emit, x: Any, min: Any = None, max: Any = None) -> Operand:
 def _div(e: _Emit, x: Any, y: Any, rounding_mode: str | None = None) -> str:
     if rounding_mode not in (None, "floor"):
         raise NotElementwise(f"division rounded by {rounding_mode!r}")
+    if rounding_mode is None and e.uniform(y):
+        return e.mul(x, e.reciprocal(y))  # one division a segment, not one an element
     return e.div(x, y) if rounding_mode is None else e.floor(e.div(x, y))
 
 
