@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from zcompile._torch import OpOverload
-from zcompile.codegen.kernel import FACTOR, INFIX, OPS, Kernel, Line, Load, Operand, Store
+from zcompile.codegen.kernel import COPY, FACTOR, INFIX, OPS, Kernel, Line, Load, Operand, Store
 from zcompile.codegen.trace import NotElementwise, Update
 
 
@@ -59,13 +59,22 @@ class Scalars:
         return _formula(self.state[key], outermost=True)
 
 
-def split(update: Update, name: str, about: tuple[str, ...] = ()) -> tuple[Kernel, Scalars]:
-    """The kernel of an update and its scalars.
+def split(
+    update: Update,
+    name: str,
+    about: tuple[str, ...] = (),
+    *,
+    grad: torch.dtype | None = None,
+    copy: torch.dtype | None = None,
+) -> tuple[Kernel, Scalars]:
+    """The kernel of an update and its scalars. grad: in which the gradient arrives, if not in the
+    dtype that the update was traced with. copy: in this dtype the kernel also stores the new
+    parameter, into the buffer COPY.
 
     Raises:
         NotElementwise: an operation looks at more than one element, or has no emitter.
     """
-    return _Splitter(update).split(name, about)
+    return _Splitter(update).split(name, about, grad, copy)
 
 
 class _Splitter:
@@ -79,12 +88,19 @@ class _Splitter:
         self.lines: dict[tuple[str, tuple[Operand, ...]], str] = {}
         self.scalars: dict[fx.Node, str] = {}
 
-    def split(self, name: str, about: tuple[str, ...]) -> tuple[Kernel, Scalars]:
+    def split(
+        self,
+        name: str,
+        about: tuple[str, ...],
+        grad: torch.dtype | None,
+        copy: torch.dtype | None,
+    ) -> tuple[Kernel, Scalars]:
         loads: list[Load] = []
         for key, node in self.inputs.items():
             value = node.meta["val"]
             if isinstance(value, Tensor) and (key in ("param", "grad") or value.dim()):
-                loads.append(Load(_buffer(key), value.dtype))
+                arrives = grad if key == "grad" and grad is not None else value.dtype
+                loads.append(Load(_buffer(key), arrives))
                 self.env[node] = _buffer(key)
                 if key == "grad":
                     self.env[node] = self.line("mul", "grad", FACTOR)
@@ -101,11 +117,16 @@ class _Splitter:
                     stores.append(Store(buffer, self._named(value), dtype))
             else:
                 state[key.removeprefix("state.")] = value
+        if copy is not None:
+            new = next((s.value for s in stores if s.buffer == "param"), "param")
+            stores.append(Store(COPY, new, copy))
         body, used = _needed(self.lines, [store.value for store in stores])
         kept = {s: n for n, s in self.scalars.items() if s in used}
         loads = [load for load in loads if load.buffer in used]
         touched = [load.dtype for load in loads] + [store.dtype for store in stores]
         wide = torch.float64 if torch.float64 in touched else torch.float32
+        if copy is not None and wide == torch.float64:
+            raise NotElementwise("a copy is of a float32 parameter, and rounded once")
         read = {operand for line in body for operand in line.args}
         if any(s.buffer == "param" and s.dtype.itemsize < 4 and s.value in read for s in stores):
             # As it would be to make up for what rounding it loses.

@@ -17,6 +17,9 @@ Operand = str | float  # a value's name, or a constant
 # The scalar that a kernel multiplies a gradient by as it loads it (1 / loss scale, a clip's share).
 FACTOR = "grad_factor"
 
+# The buffer in which a kernel leaves the new parameter in another dtype.
+COPY = "param_copy"
+
 # Every operation that an emitter knows, and what it gives: a number ("x") or a truth value ("?").
 OPS: dict[str, str] = {
     **dict.fromkeys("add sub mul div neg sqrt rsqrt exp log pow abs sign".split(), "x"),

@@ -45,12 +45,16 @@ from zcompile.passes.graph import add, calls, fake_order, inline, is_view, item_
 
 @dataclass(frozen=True)
 class Lower:
-    """native: the backend's own collectives carry them; pg: the process group's name for those."""
+    """native: the backend's own collectives carry them; pg: the process group's name for those.
+    copies: shards are also kept in the dtype that they are gathered in (copies.py); forward: this
+    graph makes those anew."""
 
     world: int
     rank: int
     native: bool = False
     pg: str = ""
+    copies: bool = False
+    forward: bool = True
     name: ClassVar[str] = "lower"
     after: ClassVar[tuple[str, ...]] = ("place", "update", "release")
 
@@ -140,18 +144,19 @@ class Lower:
             else:
                 self._all_reduce_finish(graph, node, order)
 
-    @staticmethod
-    def _publish(graph: fx.Graph, order: fx.Node) -> None:
+    def _publish(self, graph: fx.Graph, order: fx.Node) -> None:
         """Parameters do not change while a graph runs: whoever reads them need not wait."""
-        by_group: dict[str, list[fx.Node]] = {}
+        alike: dict[tuple[Any, str], list[fx.Node]] = {}
         for start in calls(graph, GATHER_START):
             shards, _, dtype, group = start.args[:4]
-            if all(s.op == "placeholder" and s.meta["val"].dtype == dtype for s in shards):
-                by_group.setdefault(group, []).append(start)
-        for group, starts in by_group.items():
+            as_it_lies = lambda s, d=dtype: self.copies or s.meta["val"].dtype == d
+            if all(s.op == "placeholder" and as_it_lies(s) for s in shards):
+                alike.setdefault((dtype, group), []).append(start)
+        for (dtype, group), starts in alike.items():
             shards = [shard for start in starts for shard in start.args[0]]
             counts, keys = [len(s.args[0]) for s in starts], [s.args[4] for s in starts]
-            add(graph, PUBLISH, (shards, counts, keys, group, order), None)
+            add(graph, PUBLISH, (shards, counts, keys, dtype, group, self.forward, order), None)
+        for group in dict.fromkeys(group for _, group in alike):
             with graph.inserting_before(graph.output_node()):
                 add(graph, DRAIN, (group, order), None)
 

@@ -141,7 +141,14 @@ class Build:
             Place(rows, world),
             *self.update(direction),
             Release(),
-            Lower(world, rank, native, self.group.pg_name if native else ""),
+            Lower(
+                world,
+                rank,
+                native,
+                self.group.pg_name if native else "",
+                copies=any(p.spec.copied for p in self.params),
+                forward=direction != "backward",
+            ),
         ]
         return [each for each in pipeline if each.name not in self.options.disable]
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zcompile import buffers
+from zcompile import buffers, copies
 from zcompile.collectives import all_reduce_bytes
 from zcompile.control import Control
 from zcompile.errors import ZeroError
@@ -131,11 +131,19 @@ def gather_start(
     return fulls
 
 
-def publish(shards: Sequence[Sequence[torch.Tensor]], keys: Sequence[str], group: Group) -> None:
+def publish(
+    shards: Sequence[Sequence[torch.Tensor]],
+    keys: Sequence[str],
+    dtype: torch.dtype,
+    group: Group,
+    forward: bool,
+) -> None:
     """Let ranks of one host read what gathers under `keys` will want of this one. The shards stay
-    as they are until `drain`."""
+    as they are until `drain`. forward: copies in `dtype` are made anew."""
     if group.link is not None:
-        for parts, key in zip(shards, keys, strict=True):
+        copy = copies.fresh if forward else copies.last
+        for members, key in zip(shards, keys, strict=True):
+            parts = [copy(shard, dtype) for shard in members]
             if all(part.is_contiguous() for part in parts):  # otherwise a gather sends a copy
                 group.link.publish(key, [part for part in parts if part.numel()])
 
@@ -245,7 +253,10 @@ def _read_gather(
     peers = group.peers()
     sources, own = [], []
     incoming: dict[int, list[torch.Tensor]] = {peer: [] for peer in peers}
+    published = key in link.published
     for full, shard in zip(fulls, shards, strict=True):
+        if published:
+            shard = copies.last(shard, full.dtype)
         first, last = group.owned(full.shape[0])
         mine = full[first:last]
         same = shard.dtype == full.dtype and shard.is_contiguous()
@@ -260,7 +271,7 @@ def _read_gather(
             low, high = group.owned(full.shape[0], peer)
             if low < high and full.numel():
                 incoming[peer].append(full[low:high])
-    outgoing = {} if key in link.published else dict.fromkeys(peers, sources)
+    outgoing = {} if published else dict.fromkeys(peers, sources)
     transfer = link.start(key, outgoing, incoming, fulls)
     for mine, shard in own:  # meanwhile the others read
         mine.copy_(shard)

@@ -49,7 +49,8 @@ SCHEMAS = (
     "Tensor? order=None) -> Tensor[]",
     "wait_(Tensor(a!)[] buffers, Tensor[] sources, str group, str key, Tensor(b!)? order=None)"
     " -> ()",
-    "publish_(Tensor[] shards, int[] counts, str[] keys, str group, Tensor(a!) order) -> ()",
+    "publish_(Tensor[] shards, int[] counts, str[] keys, ScalarType dtype, str group, "
+    "bool forward, Tensor(a!) order) -> ()",
     "drain_(str group, Tensor(a!) order) -> ()",
     "reduce_start(Tensor[] grads, ScalarType reduce_dtype, str group, str key, "
     "Tensor? order=None) -> Tensor[]",
@@ -213,10 +214,17 @@ def _(*_: Any) -> None:
 
 @_implement("publish_")
 def _publish(
-    shards: list[Tensor], counts: list[int], keys: list[str], group: str, order: Tensor
+    shards: list[Tensor],
+    counts: list[int],
+    keys: list[str],
+    dtype: torch.dtype,
+    group: str,
+    forward: bool,
+    order: Tensor,
 ) -> None:
     rest = iter(shards)
-    comm.publish([list(islice(rest, count)) for count in counts], keys, comm.find(group))
+    parts = [list(islice(rest, count)) for count in counts]
+    comm.publish(parts, keys, dtype, comm.find(group), forward)
 
 
 @_implement("drain_")

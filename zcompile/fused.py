@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from zcompile._torch import disable_dynamo
+from zcompile._torch import disable_dynamo, no_torch_function
 from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
-from zcompile.codegen.kernel import FACTOR, Kernel
+from zcompile.codegen.kernel import COPY, FACTOR, Kernel
 from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
-from zcompile.errors import ZeroWarning
+from zcompile.errors import OptionError, ZeroWarning
 from zcompile.parameter import ZeroParameter
 
 # What every optimizer has, and what schedulers and scalers hang on it.
@@ -33,15 +34,25 @@ _KNOWN = frozenset(
     "_step_supports_amp_scaling".split()
 )
 _SCALING = ("grad_scale", "found_inf")  # set by a GradScaler while it calls step
+_STRIDED = torch.strided
 _PLAIN = (nn.Parameter, Tensor, DTensor, ZeroParameter)
 _DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def fuse(
+    optimizer: torch.optim.Optimizer, *, copies: Mapping[Tensor, Tensor] | None = None
+) -> torch.optim.Optimizer:
     """Make `optimizer.step` a fused kernel, in place. Returns the optimizer. Twice is once.
+
+    copies: for master weights. Of some of its float32 parameters, a tensor of the same shape in
+    bfloat16 or float16, into which each step also rounds the new value (to nearest even). It is
+    written now, too. Such a parameter's gradient may be in that dtype, by `param.grad_dtype`.
 
     The update that the optimizer's class defines is traced, whatever the class: it has to treat
     every element alike. lr and other floats of a param group may change at any time.
+
+    Raises:
+        OptionError: a copy that does not go with its parameter.
     """
     if not hasattr(optimizer.step, "fused"):
         given = vars(optimizer).get("step")
@@ -57,14 +68,33 @@ def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._opt_called = True  # what a scheduler asks after
+            fused.find_copies(self)
             if fused.is_more_than_an_update(self, args, kwargs):
-                return fused.own(self, *args, **kwargs)
+                result = fused.own(self, *args, **kwargs)
+                fused.copy_all()
+                return result
             return fused.step(self, *args, **kwargs)
 
         hooked: Any = disable_dynamo(torch.optim.Optimizer.profile_hook_step(step))
         hooked.fused, hooked._wrapped_by_lr_sched = fused, True
         optimizer.step = types.MethodType(hooked, optimizer)
+    for param, copy in (copies or {}).items():
+        _check_copy(param, copy)
+        optimizer.step.fused.copies[param] = copy
+    optimizer.step.fused.find_copies(optimizer)
+    optimizer.step.fused.copy_all()
     return optimizer
+
+
+def _check_copy(param: Tensor, copy: Tensor) -> None:
+    ours, theirs = ((tuple(t.shape), t.stride(), t.device) for t in (param, copy))
+    right = type(param) in (nn.Parameter, Tensor) and param.dtype == torch.float32
+    if not right or ours != theirs or copy.dtype not in (torch.bfloat16, torch.float16):
+        raise OptionError(
+            f"a copy must be in bfloat16 or float16 and lie like its float32 parameter: "
+            f"{copy.dtype} {theirs[:2]} on {copy.device} for {type(param).__name__} of "
+            f"{param.dtype} {ours[:2]} on {param.device}. (Sharded parameters need none.)"
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +113,7 @@ class _Segment:
     param: Tensor
     update: Update
     program: Program
+    copy: Tensor | None
 
 
 @dataclass
@@ -94,10 +125,26 @@ class _Fused:
     warned: bool = False
     moved: dict[Any, int] = field(default_factory=dict)
     factor: float = 1.0  # of every gradient in the next step
+    copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def __post_init__(self) -> None:
         closure = inspect.signature(self.own).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+
+    def find_copies(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises OptionError where a copy is of a parameter that is not the optimizer's."""
+        if self.copies:
+            params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(p) not in params for p in self.copies):
+                raise OptionError(
+                    "fuse(copies=...) was given a parameter that the optimizer does not hold (any "
+                    "more: a model that is sharded has others)"
+                )
+
+    def copy_all(self) -> None:
+        with torch.no_grad():
+            for param, copy in self.copies.items():
+                copy.copy_(param)
 
     def is_more_than_an_update(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -129,7 +176,7 @@ class _Fused:
     ) -> list[Tensor]:
         """Step these parameters only, by `factor` times their gradients. Returns those stepped; the
         others are the optimizer's own, in its next step."""
-        with torch.no_grad():
+        with torch.no_grad(), no_torch_function():
             return self._launch_all(optimizer, factor, frozenset(map(id, params)))[0]
 
     def bytes_moved(
@@ -143,7 +190,7 @@ class _Fused:
                 return None
             key = (_signature(group), local.dtype, param.dim() == 0, tuple(marks.items()))
             if key not in self.moved:
-                update = _traced(optimizer, group, param, local, {}, marks)
+                update = _traced(optimizer, group, param, {}, marks)
                 kernel, _ = split(update, "update")
                 stored = sum(store.dtype.itemsize for store in kernel.stores)
                 self.moved[key] = 2 * stored + local.element_size()
@@ -152,7 +199,8 @@ class _Fused:
         return self.moved[key]
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        done, reasons = self._launch_all(optimizer, self.factor)
+        with no_torch_function():  # which a sharded parameter's every attribute would go through
+            done, reasons = self._launch_all(optimizer, self.factor)
         if reasons:
             self._run_own(optimizer, done, reasons)
 
@@ -208,6 +256,7 @@ class _Fused:
         scaling = {k: vars(optimizer).pop(k) for k in _SCALING if k in vars(optimizer)}
         try:
             self.own(optimizer)
+            self.copy_all()
         finally:
             vars(optimizer).update(scaling)
             for param, grad in zip(done, grads, strict=True):
@@ -230,12 +279,10 @@ class _Fused:
         grad = param.grad
         assert grad is not None
         state = optimizer.state.get(param, {})
-        if group.get("differentiable"):
-            raise NotElementwise("it is differentiable")
-        _check(param, grad, state)
-        local, marks = _local(param), _marks(param)
-        lies = (tuple(param.shape), local.dtype, local.device, tuple(marks.items()))
-        signature = (shared, grad.dtype, tuple(state), tuple(map(_kind, state.values())), lies)
+        marks, beside = _marks(param), self.copies.get(param)
+        copy = beside.dtype if beside is not None else None
+        kinds = _kind(param), _kind(grad), tuple(map(_kind, state.values()))
+        signature = (shared, kinds, tuple(state), copy, tuple(marks.items()))
         counts = {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
         values = {**hyper, **counts}
         if signature in self.refused:
@@ -243,22 +290,31 @@ class _Fused:
         known = self.updates.setdefault(signature, [])
         for update, program in known:
             if update.holds(values):
-                return _Segment(param, update, program)
+                return _Segment(param, update, program, beside)
         try:
-            update = _traced(optimizer, group, param, grad, state, marks)
-            program = self._program(optimizer, update)
+            if group.get("differentiable"):
+                raise NotElementwise("it is differentiable")
+            _check(param, grad, state)
+            update = _traced(optimizer, group, param, state, marks)
+            program = self._program(optimizer, update, grad.dtype, copy)
         except NotElementwise as error:
             self.refused[signature] = str(error)
             raise
         known.append((update, program))
-        return _Segment(param, update, program)
+        return _Segment(param, update, program, beside)
 
-    def _program(self, optimizer: torch.optim.Optimizer, update: Update) -> Program:
+    def _program(
+        self,
+        optimizer: torch.optim.Optimizer,
+        update: Update,
+        grad: torch.dtype,
+        copy: torch.dtype | None,
+    ) -> Program:
         """Parameters of all shapes share one wherever their arithmetic is the same."""
         kind = type(optimizer)
         name = f"{kind.__name__.lower()}_step"
         about = (f"{kind.__module__}.{kind.__qualname__}, one step of every element",)
-        kernel, scalars = split(update, name, about)
+        kernel, scalars = split(update, name, about, grad=grad, copy=copy)
         device = update.graph.graph.find_nodes(op="placeholder")[0].meta["val"].device
         key = (kernel, tuple((k, scalars.formula(k)) for k in scalars.state), device)
         if key not in self.programs:
@@ -289,21 +345,21 @@ def _traced(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     param: Tensor,
-    grad: Tensor,
     state: Mapping[str, Any],
     marks: Mapping[str, Any],
 ) -> Update:
-    """The update of one parameter, by the shape of the whole of it."""
+    """The update of one parameter, by the shape of the whole of it, and by a gradient of its dtype:
+    a kernel widens both as it loads them, so that one in another dtype is the same arithmetic."""
     like = Like.of(param)
     likes = {k: Like.of(v) if isinstance(v, Tensor) else v for k, v in state.items()}
     if param.dim() == 0:
         # Which of its state is a value of the parameter's, which a count? One with a dimension
         # tells them apart.
         like = replace(like, shape=(1,))
-        fresh = Case(like, replace(like, dtype=grad.dtype), marks=marks)
+        fresh = Case(like, like, marks=marks)
         wide = trace(optimizer, group, fresh).elementwise()
         likes = {k: replace(v, shape=(1,)) if k in wide else v for k, v in likes.items()}
-    return trace(optimizer, group, Case(like, replace(like, dtype=grad.dtype), likes, marks))
+    return trace(optimizer, group, Case(like, like, likes, marks))
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> tuple[tuple[Any, ...], str]:
@@ -349,8 +405,12 @@ def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _kind(value: Any) -> Any:
+    """All of a tensor, but its values, that decides what steps it and whether a kernel can."""
     if isinstance(value, Tensor):
-        return (value.dtype, type(value), value.dim())
+        placed = value.placements if isinstance(value, DTensor) else None
+        local = _local(value)
+        lies = (local.shape, local.stride(), local.device) if local.layout is _STRIDED else ()
+        return (type(value), type(local), value.shape, value.dtype, local.layout, placed, lies)
     return type(value) if type(value) in (int, float) else repr(value)
 
 
@@ -439,6 +499,8 @@ def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[
     if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     found = {"param": param, "grad": grad}
+    if member.copy is not None:
+        found[COPY] = member.copy
     for name, dtype in program.kernel.buffers().items():
         if name not in found:
             if state.get(name) is None:

@@ -131,6 +131,7 @@ def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
     for root in outermost_owners(params):
         owned.update((id(p), p) for p in root.parameters() if type(p) is ZeroParameter)
     sizes = {key: held_elements(p.spec, group.world) * p.dtype.itemsize for key, p in owned.items()}
+    kept = sum(sizes.values()) + sum(copy_bytes(p.spec, group.world) for p in owned.values())
     state = 0
     for optimizer in live_optimizers():
         for param_group in optimizer.param_groups:
@@ -138,12 +139,17 @@ def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
                 if id(param) in sizes and param.requires_grad:
                     copies = _copies(optimizer, param, param_group)
                     state += int(copies * sizes[id(param)])
-    return AtRest(parameters=sum(sizes.values()), optimizer=state)
+    return AtRest(parameters=kept, optimizer=state)
 
 
 def held_elements(spec: ParamSpec, world: int) -> int:
     """Elements of a parameter that a rank counts as its own: the same on every rank."""
     return largest_shard(spec.shape, world) if spec.sharded else math.prod(spec.shape)
+
+
+def copy_bytes(spec: ParamSpec, world: int) -> int:
+    """Bytes of the copy that a rank keeps of a parameter in the dtype that it is gathered in."""
+    return held_elements(spec, world) * spec.dtype.itemsize if spec.copied else 0
 
 
 def _copies(optimizer: Any, param: Any, group: Mapping[str, Any]) -> float:

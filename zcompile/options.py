@@ -124,6 +124,11 @@ class Options(BaseModel):
         "backend's own all-gather and reduce-scatter, or (auto) what suits the group: on gloo "
         "reads of each other's memory on one host, else messages; elsewhere the backend's own.",
     )
+    param_copy: bool = Field(
+        True,
+        description="With param_dtype, where ranks read each other's memory: keep each shard in "
+        "it as well, so that gathers neither cast nor wait; costs its bytes an element.",
+    )
     cast_inputs: bool = Field(
         True, description="With param_dtype, cast floating inputs of the model to it."
     )

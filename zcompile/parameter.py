@@ -30,7 +30,8 @@ class ParamSpec:
     """What the ops need to know of one parameter.
 
     name: as in `model.named_parameters()`; shape: of the whole parameter; dtype: of gathered
-    values; reduce_dtype: gradients are summed in it; group: a `comm.Group`'s name.
+    values; reduce_dtype: gradients are summed in it; group: a `comm.Group`'s name; copied: a rank
+    also holds its part in `dtype` (copies.py).
     """
 
     name: str
@@ -39,6 +40,7 @@ class ParamSpec:
     reduce_dtype: torch.dtype
     group: str
     sharded: bool
+    copied: bool = False
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -107,6 +109,8 @@ class ZeroParameter(DTensor):
 
 def gradient(local: Tensor, param: ZeroParameter) -> DTensor:
     """A gradient of which this rank holds these rows."""
+    if local.dtype == param._local_tensor.dtype:
+        return DTensor(local, param._spec, requires_grad=False)
     return _laid_out(local, param.spec, param.device_mesh)
 
 

@@ -210,7 +210,9 @@ def spec_of(name: str, param: Tensor, options: Options, group: str) -> ParamSpec
     sharded = (
         options.stage > 0 and param.dim() > 0 and param.numel() >= options.persistence_threshold
     )
-    return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, group, sharded)
+    on_one_host = comm.find(group).link is not None
+    copied = options.param_copy and sharded and dtype != param.dtype and on_one_host
+    return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, group, sharded, copied)
 
 
 def _move_hooks(old: Tensor, new: ZeroParameter) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zcompile import comm, updates
-from zcompile._torch import OptimizedModule, global_step_hooks
+from zcompile._torch import OptimizedModule, global_step_hooks, no_torch_function
 from zcompile.accumulation import check_settled, drop, is_open, no_sync
 from zcompile.backend import zero
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
@@ -125,8 +125,9 @@ class Step:
             self.kept.clear()
             if self.stage == 1 and self.accumulate > 1:
                 drop(self.model.modules())
-            for param in self.params.values():
-                param.grad = None
+            with no_torch_function():
+                for param in self.params.values():
+                    param.grad = None
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
     # What the backward graph calls: see updates.py
@@ -149,7 +150,7 @@ class Step:
         alone = self.alone == gathered_alone()
         now = self.last and self.forwards == 1 and not self._waits
         ready = []
-        with torch.no_grad():
+        with torch.no_grad(), no_torch_function():
             for name, grad, empty in zip(names, grads, left, strict=True):
                 if not alone or name not in self.params or _is_watched(self.params[name]):
                     empty.resize_(grad.shape).copy_(grad)
@@ -267,7 +268,7 @@ class Step:
             raise ZeroError(f"the loss must be a tensor of one number, not {_described(loss)}")
         scale = self.scaler.scale if self.scaler is not None else 1.0
         loss.backward(torch.full_like(loss, scale))
-        with torch.no_grad():
+        with torch.no_grad(), no_torch_function():
             for name, param in self.params.items():
                 grad, param.grad = param.grad, None
                 if isinstance(grad, DTensor) and not _stands_for_nothing(grad, name, self.arrived):

@@ -368,7 +368,9 @@ class _Rank(fx.Interpreter):
         flat.fill_(float("nan"))
         self.fills[key] = lambda: flat.copy_(total)
 
-    def do_publish_(self, shards: Any, counts: Any, keys: Any, group: str, order: Any) -> None:
+    def do_publish_(
+        self, shards: Any, counts: Any, keys: Any, dtype: Any, group: str, forward: Any, order: Any
+    ) -> None:
         assert sum(counts) == len(shards) and len(counts) == len(keys)
 
     def do_drain_(self, group: str, order: Any) -> None:

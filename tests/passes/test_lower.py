@@ -140,7 +140,7 @@ def test_p2p():
         body(lowered(gm, 3)),
         """
     order: u8[1] = zero.order()
-    zero.publish_([w], [1], ['gather.0'], 'g', order)
+    zero.publish_([w], [1], ['gather.0'], f32, 'g', True, order)
     gather_start = zero.gather_start([w], [2], f32, 'g', 'gather.0', order)
     item: f32[2,4] = gather_start[0]
     zero.wait_([item], [w], 'g', 'gather.0', order)
