@@ -19,7 +19,7 @@ ALIGNMENT = 64
 # What is idle raises the peak by as much, and a fresh block costs little where pages are huge. So
 # this much is kept, in the blocks that were given back last. A larger one is kept alone, until the
 # next request: a parameter that is last in forward is first in backward.
-IDLE_BYTES = 64 * 2**20
+IDLE_BYTES = 32 * 2**20
 
 _idle: list[np.ndarray] = []  # in the order in which they were given back, the larger one last
 
