@@ -56,7 +56,7 @@ def main() -> None:
         "--persistence-threshold",
         type=int,
         default=0,
-        help="parameters with fewer elements stay replicated; on hundreds of ranks every one counts",
+        help="parameters with fewer elements stay replicated; with hundreds of ranks each counts",
     )
     parser.add_argument("-o", "--output", help="write the plan's JSON here, for zcompile show")
     chosen = parser.parse_args()

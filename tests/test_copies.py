@@ -10,8 +10,7 @@ from torch import nn, optim
 
 import zcompile
 from zcompile import OptionError, ZeroWarning, copies, fuse
-from zcompile.codegen import cpp
-from zcompile.codegen.kernel import COPY, Kernel, Line, Load, Store
+from zcompile.codegen.kernel import COPY
 
 BF16 = torch.bfloat16
 
@@ -141,61 +140,6 @@ def test_a_gradient_in_bf16_is_widened_and_no_more():
             optimizer.step()
         results.append((params, optimizer))
     compare(*results, tolerance=0)
-
-
-def test_the_source_for_a_cpu():
-    kernel = Kernel(
-        "step", (Load("param", torch.float32), Load("grad", BF16)), ("lr",),
-        (Line("by", "mul", ("grad", "lr")), Line("new", "sub", ("param", "by"))),
-        (Store("param", "new", torch.float32), Store(COPY, "new", BF16)), torch.float32,
-    )  # fmt: skip
-    source = cpp.emit(kernel)
-    assert source[source.index("static void piece") :] == GOLDEN
-
-
-GOLDEN = """\
-static void piece(float* __restrict param_at, const uint16_t* __restrict grad_at, \
-uint16_t* __restrict param_copy_at, const float lr, int64_t count) {
-  for (int64_t block = 0; block < count; block += 64) {
-    prefetch<1>(param_at + block);
-    prefetch<0>(grad_at + block);
-    prefetch<1>(param_copy_at + block);
-    const int64_t end = std::min(block + 64, count);
-#pragma omp simd
-    for (int64_t i = block; i < end; ++i) {
-      const float param = param_at[i];
-      const float grad = from_bf16(grad_at[i]);
-      const float by = grad * lr;
-      const float new = param - by;
-      param_at[i] = new;
-      param_copy_at[i] = to_bf16(new);
-    }
-  }
-}
-
-extern "C" void step(void* const* addresses, const int64_t* counts, const double* scalars,
-                       int64_t segments, int threads) {
-  int64_t total = 0;
-  for (int64_t s = 0; s < segments; ++s) total += counts[s];
-  // Each thread takes one share of all elements, in whole cache lines.
-  const int64_t share = ((total + threads - 1) / threads + 15) / 16 * 16;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-  for (int thread = 0; thread < threads; ++thread) {
-    const int64_t first = std::min(share * thread, total), last = std::min(first + share, total);
-    for (int64_t s = 0, begin = 0; s < segments; begin += counts[s++]) {
-      const int64_t low = std::max(first - begin, int64_t(0));
-      const int64_t high = std::min(last - begin, counts[s]);
-      if (low < high)
-        piece(
-            static_cast<float*>(addresses[0 * segments + s]) + low,
-            static_cast<const uint16_t*>(addresses[1 * segments + s]) + low,
-            static_cast<uint16_t*>(addresses[2 * segments + s]) + low,
-            float(scalars[s * 1 + 0]),
-            high - low);
-    }
-  }
-}
-"""
 
 
 # Between ranks

@@ -119,12 +119,17 @@ def test_the_c_source():
         loop,
         """
     static void piece(const uint16_t* __restrict x_at, float* __restrict y_at, const float lr, int64_t count) {
+      for (int64_t block = 0; block < count; block += 64) {
+        prefetch<0>(x_at + block);
+        prefetch<1>(y_at + block);
+        const int64_t end = std::min(block + 64, count);
     #pragma omp simd
-      for (int64_t i = 0; i < count; ++i) {
-        const float x = from_bf16(x_at[i]);
-        const float y = y_at[i];
-        const float total = larger(x, lr);
-        y_at[i] = total;
+        for (int64_t i = block; i < end; ++i) {
+          const float x = from_bf16(x_at[i]);
+          const float y = y_at[i];
+          const float total = larger(x, lr);
+          y_at[i] = total;
+        }
       }
     }
 
