@@ -9,7 +9,7 @@ from test_fused import OPTIMIZERS, compare, parameters, train
 from torch import nn, optim
 
 import zcompile
-from zcompile import OptionError, ZeroWarning, copies, fuse
+from zcompile import OptionError, ZeroError, ZeroWarning, copies, fuse
 from zcompile.codegen.kernel import COPY
 
 BF16 = torch.bfloat16
@@ -106,7 +106,7 @@ def test_a_copy_that_does_not_go_with_its_parameter_is_refused():
     for copy in (torch.zeros(3, 4, dtype=BF16), torch.zeros(4, 3), torch.zeros(3, 4, dtype=BF16).T):
         with pytest.raises(OptionError, match="must be in bfloat16 or float16 and lie like"):
             fuse(optim.SGD([p], lr=1.0), copies={p: copy})
-    with pytest.raises(OptionError, match="a parameter that the optimizer does not hold"):
+    with pytest.raises(OptionError, match=r"a \(4, 3\) parameter that the optimizer does not hold"):
         fuse(optim.SGD([p], lr=1.0), copies={other: torch.zeros(4, 3, dtype=BF16)})
 
 
@@ -140,6 +140,42 @@ def test_a_gradient_in_bf16_is_widened_and_no_more():
             optimizer.step()
         results.append((params, optimizer))
     compare(*results, tolerance=0)
+
+
+@pytest.mark.parametrize("change", ["layout", "size", "freed"])
+def test_a_copy_that_no_longer_goes_with_its_parameter_is_refused(change):
+    p = nn.Parameter(torch.zeros(4, 4))
+    low = torch.zeros(4, 4, dtype=BF16)
+    optimizer = fuse(optim.SGD([p], lr=1.0), copies={p: low})
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    if change == "layout":
+        p.data, p.grad = torch.zeros(4, 4).t(), torch.ones(4, 4).t()
+    elif change == "size":
+        p.data = torch.zeros(8, 8)
+        p.grad = torch.ones(8, 8)
+    else:
+        low.untyped_storage().resize_(0)
+    with pytest.raises(OptionError, match="lie like its float32 parameter"):
+        optimizer.step()
+
+
+def test_memory_that_was_freed_is_not_written():
+    p = nn.Parameter(torch.zeros(4, 4))
+    optimizer = fuse(optim.SGD([p], lr=1.0))
+    p.grad = torch.ones(4, 4)
+    p.grad.untyped_storage().resize_(0)
+    with pytest.raises(ZeroError, match="was freed"):
+        optimizer.step()
+
+
+def test_a_lazily_negated_gradient_is_negated():
+    p = nn.Parameter(torch.zeros(4))
+    with pytest.warns(ZeroWarning, match="a view that negates"):
+        optimizer = fuse(optim.SGD([p], lr=1.0))
+        p.grad = torch._neg_view(torch.ones(4))
+        optimizer.step()
+    assert p.eq(1).all()
 
 
 # Between ranks
@@ -241,6 +277,19 @@ def spoilt(rank, world, direction):
 def test_forward_makes_copies_and_backward_reads_them(ranks):
     assert set(ranks(spoilt, "forward", world=2)) == {(True, True)}
     assert set(ranks(spoilt, "backward", world=2)) == {(True, False)}, "it read zeros"
+
+
+def evaluated_first(rank, world):
+    model = net()
+    compiled = torch.compile(model, backend="zero", options=options(3, param_dtype="bf16"))
+    with torch.inference_mode():
+        compiled(torch.ones(8, 6))
+    for _ in range(3):
+        compiled(torch.ones(8, 6)).float().sum().backward()
+
+
+def test_an_evaluation_may_come_first(ranks):
+    ranks(evaluated_first, world=2)
 
 
 def whole_step(rank, world, stage, accumulate):

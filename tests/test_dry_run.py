@@ -16,7 +16,7 @@ from zcompile import dry_run
 from zcompile._torch import FakeStore, min_cut_rematerialization_partition
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.dry_run import Capture, trace
-from zcompile.errors import BudgetError, ZeroError
+from zcompile.errors import BudgetError, OptionError, ZeroError
 from zcompile.options import Options
 
 WORLD = 4
@@ -386,3 +386,8 @@ def test_the_group_stays_for_what_runs_on_the_graphs():
     trace(nn.Linear(4, 4), [torch.zeros(2, 4)], world_size=3, options=EVERY)
     group = zcompile.comm.find(dry_run.paper_group(3).name)
     assert (group.rank, group.world, group.pg) == (0, 3, None)
+
+
+def test_inputs_that_are_no_tuple_are_refused():
+    with pytest.raises(OptionError, match="give a tuple of what the model is called with"):
+        zcompile.plan(nn.Linear(4, 4), torch.ones(2, 4), world_size=2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+import zcompile
 from zcompile.backend import zero
 from zcompile.errors import OptionError
 from zcompile.options import Options
@@ -161,3 +162,14 @@ def test_torch_compile_shows_the_refusal():
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="zero", options={"stage": 4})
     with pytest.raises(Exception, match="option 'stage' = 4: Input should be less than or equal"):
         compiled(torch.zeros(1, 2))
+
+
+def test_an_option_that_comes_too_late_is_named():
+    model = torch.nn.Linear(6, 30)
+    zcompile.shard(model, persistence_threshold=8)
+    late = {"param_dtype": "bf16", "persistence_threshold": 8, "engine": "eager"}
+    with pytest.warns(zcompile.ZeroWarning, match="'param_dtype' = torch.bfloat16 has no effect"):
+        assert (
+            torch.compile(model, backend="zero", options=late)(torch.ones(2, 6)).dtype
+            == torch.float32
+        )

@@ -8,6 +8,7 @@ The model is sharded when it is first called, before it is traced: see first_cal
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ def compile_graph(
     group = _group(example_inputs)
     dump = Dump(options.dump, group) if options.dump and group is not None else None
     params = tuple(p for p in example_inputs if type(p) is ZeroParameter)
+    _warn_of_no_effect(options, params)
     build = Build(options, group, dump, params, code_being_compiled())
     try:
         gm = build.run(gm, [Partition()])
@@ -111,6 +113,33 @@ def compile_graph(
         stacklevel=2,
     )
     return gm.forward
+
+
+def _warn_of_no_effect(options: Options, params: Sequence[ZeroParameter]) -> None:
+    """Say which of the options that were given came too late, if any: these parameters were sharded
+    with others."""
+    late: dict[str, str] = {}
+    for spec in (p.spec for p in params):
+        if spec.dtype.is_floating_point:
+            for name, had in (("param_dtype", spec.dtype), ("reduce_dtype", spec.reduce_dtype)):
+                if getattr(options, name) not in (None, had):
+                    late[name] = f"{spec.name} has {had}"
+        if "persistence_threshold" in options.model_fields_set and options.stage > 0:
+            large = math.prod(spec.shape) >= options.persistence_threshold and bool(spec.shape)
+            if large != spec.sharded:
+                late["persistence_threshold"] = (
+                    f"{spec.name} {spec.shape} is {'sharded' if spec.sharded else 'replicated'}"
+                )
+        if options.stage == 0 and spec.sharded:
+            late["stage"] = f"{spec.name} is sharded"
+    for name, why in late.items():
+        warnings.warn(
+            f"option {name!r} = {getattr(options, name)!r} has no effect: the model was sharded "
+            f"before, with another ({why}). Give it to zcompile.shard, or to whatever compiles the "
+            "model first",
+            ZeroWarning,
+            stacklevel=2,
+        )
 
 
 def _group(example_inputs: Sequence[Any]) -> comm.Group | None:

@@ -21,7 +21,8 @@ def fresh(shard: Tensor, dtype: torch.dtype) -> Tensor:
         return shard
     copy: Tensor | None = _copies.get(shard)
     if copy is None or copy.dtype != dtype:
-        copy = _copies[shard] = torch.empty_like(shard, dtype=dtype, requires_grad=False)
+        with torch.inference_mode(False):  # it outlives an evaluation
+            copy = _copies[shard] = torch.empty_like(shard, dtype=dtype, requires_grad=False)
     with torch.no_grad():
         return copy.copy_(shard)
 

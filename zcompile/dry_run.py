@@ -34,7 +34,7 @@ from zcompile._torch import (
     without_autograd_cache,
     without_garbage_collection,
 )
-from zcompile.errors import ZeroError, ZeroWarning
+from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.options import Options
 from zcompile.parameter import ParamSpec, unsharded
 from zcompile.passes import Partition, verify
@@ -161,6 +161,11 @@ def trace(
     capture = Capture(chosen, gpu, partition)
     with without_garbage_collection(), mode, torch.enable_grad():
         on_paper = _copy(root, chosen, group)
+        if isinstance(example_inputs, Tensor):
+            raise OptionError(
+                "example_inputs is a Tensor: give a tuple of what the model is called with, as in "
+                "(x,)"
+            )
         args, kwargs = tree_map(_fake, (tuple(example_inputs), dict(example_kwargs or {})))
         step = torch.compile(
             _own_code(lambda: on_paper(*args, **kwargs)),

@@ -24,7 +24,7 @@ from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
 from zcompile.codegen.kernel import COPY, FACTOR, Kernel
 from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
-from zcompile.errors import OptionError, ZeroWarning
+from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.parameter import ZeroParameter
 
 # What every optimizer has, and what schedulers and scalers hang on it.
@@ -78,6 +78,8 @@ def fuse(
         hooked: Any = disable_dynamo(torch.optim.Optimizer.profile_hook_step(step))
         hooked.fused, hooked._wrapped_by_lr_sched = fused, True
         optimizer.step = types.MethodType(hooked, optimizer)
+    if len({id(copy) for copy in (copies or {}).values()}) < len(copies or {}):
+        raise OptionError("fuse(copies=...) was given one tensor as the copy of two parameters")
     for param, copy in (copies or {}).items():
         _check_copy(param, copy)
         optimizer.step.fused.copies[param] = copy
@@ -88,8 +90,9 @@ def fuse(
 
 def _check_copy(param: Tensor, copy: Tensor) -> None:
     ours, theirs = ((tuple(t.shape), t.stride(), t.device) for t in (param, copy))
+    free = _lies(copy)[-2:] == (False, True)
     right = type(param) in (nn.Parameter, Tensor) and param.dtype == torch.float32
-    if not right or ours != theirs or copy.dtype not in (torch.bfloat16, torch.float16):
+    if not (right and free) or ours != theirs or copy.dtype not in (torch.bfloat16, torch.float16):
         raise OptionError(
             f"a copy must be in bfloat16 or float16 and lie like its float32 parameter: "
             f"{copy.dtype} {theirs[:2]} on {copy.device} for {type(param).__name__} of "
@@ -135,11 +138,13 @@ class _Fused:
         """Raises OptionError where a copy is of a parameter that is not the optimizer's."""
         if self.copies:
             params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(id(p) not in params for p in self.copies):
-                raise OptionError(
-                    "fuse(copies=...) was given a parameter that the optimizer does not hold (any "
-                    "more: a model that is sharded has others)"
-                )
+            for param in self.copies:
+                if id(param) not in params:
+                    raise OptionError(
+                        f"fuse(copies=...) has a copy of a {tuple(param.shape)} parameter that the "
+                        "optimizer does not hold (any more): drop that parameter for good, or put "
+                        "it back. A model that is sharded has other parameters, and needs no copies"
+                    )
 
     def copy_all(self) -> None:
         with torch.no_grad():
@@ -280,9 +285,8 @@ class _Fused:
         assert grad is not None
         state = optimizer.state.get(param, {})
         marks, beside = _marks(param), self.copies.get(param)
-        copy = beside.dtype if beside is not None else None
-        kinds = _kind(param), _kind(grad), tuple(map(_kind, state.values()))
-        signature = (shared, kinds, tuple(state), copy, tuple(marks.items()))
+        kinds = _kind(param), _kind(grad), _kind(beside), tuple(map(_kind, state.values()))
+        signature = (shared, kinds, tuple(state), tuple(marks.items()))
         counts = {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
         values = {**hyper, **counts}
         if signature in self.refused:
@@ -295,7 +299,10 @@ class _Fused:
             if group.get("differentiable"):
                 raise NotElementwise("it is differentiable")
             _check(param, grad, state)
+            if beside is not None:
+                _check_copy(param, beside)
             update = _traced(optimizer, group, param, state, marks)
+            copy = beside.dtype if beside is not None else None
             program = self._program(optimizer, update, grad.dtype, copy)
         except NotElementwise as error:
             self.refused[signature] = str(error)
@@ -409,9 +416,16 @@ def _kind(value: Any) -> Any:
     if isinstance(value, Tensor):
         placed = value.placements if isinstance(value, DTensor) else None
         local = _local(value)
-        lies = (local.shape, local.stride(), local.device) if local.layout is _STRIDED else ()
+        lies = _lies(local) if local.layout is _STRIDED else ()
         return (type(value), type(local), value.shape, value.dtype, local.layout, placed, lies)
     return type(value) if type(value) in (int, float) else repr(value)
+
+
+def _lies(local: Tensor) -> tuple[Any, ...]:
+    """How a tensor's values lie in memory, and whether that memory is there."""
+    last = (local.storage_offset() + local.numel()) * local.element_size()
+    there = local.untyped_storage().nbytes() >= last
+    return (local.shape, local.stride(), local.device, local.is_neg(), there)
 
 
 def _check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
@@ -422,6 +436,14 @@ def _check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
                 raise NotElementwise(f"a tensor is a {type(each).__name__}")
         if tensor.layout != torch.strided:
             raise NotElementwise(f"a tensor is {tensor.layout}")
+        *_, negated, there = _lies(_local(tensor))
+        if negated:
+            raise NotElementwise("a tensor is a view that negates")
+        if not there:
+            raise ZeroError(
+                f"the memory of a {tuple(tensor.shape)} parameter, or of its gradient or state, "
+                "was freed: it cannot be stepped"
+            )
         if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
             raise NotElementwise("a gradient is not reduced")
         if tensor.dtype not in _DTYPES:
