@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zcompile._torch import disable_dynamo, no_torch_function
@@ -24,19 +23,18 @@ from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
 from zcompile.codegen.kernel import COPY, FACTOR, Kernel
 from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
-from zcompile.errors import OptionError, ZeroError, ZeroWarning
-from zcompile.parameter import ZeroParameter
-
-# What every optimizer has, and what schedulers and scalers hang on it.
-_KNOWN = frozenset(
-    "defaults state param_groups step _zero_grad_profile_name _opt_called _step_count grad_scale "
-    "found_inf _warned_capturable_if_run_uncaptured _need_device_dtype_check_for_fused "
-    "_step_supports_amp_scaling".split()
+from zcompile.eligible import (
+    attributes_of,
+    check,
+    check_copy,
+    kind_of,
+    local_part,
+    marks_of,
+    signature_of,
 )
+from zcompile.errors import OptionError, ZeroWarning
+
 _SCALING = ("grad_scale", "found_inf")  # set by a GradScaler while it calls step
-_STRIDED = torch.strided
-_PLAIN = (nn.Parameter, Tensor, DTensor, ZeroParameter)
-_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
 def fuse(
@@ -68,7 +66,7 @@ def fuse(
 
         def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             self._opt_called = True  # what a scheduler asks after
-            fused.find_copies(self)
+            fused.check_copies(self)
             if fused.is_more_than_an_update(self, args, kwargs):
                 result = fused.own(self, *args, **kwargs)
                 fused.copy_all()
@@ -81,23 +79,11 @@ def fuse(
     if len({id(copy) for copy in (copies or {}).values()}) < len(copies or {}):
         raise OptionError("fuse(copies=...) was given one tensor as the copy of two parameters")
     for param, copy in (copies or {}).items():
-        _check_copy(param, copy)
+        check_copy(param, copy)
         optimizer.step.fused.copies[param] = copy
-    optimizer.step.fused.find_copies(optimizer)
+    optimizer.step.fused.check_copies(optimizer)
     optimizer.step.fused.copy_all()
     return optimizer
-
-
-def _check_copy(param: Tensor, copy: Tensor) -> None:
-    ours, theirs = ((tuple(t.shape), t.stride(), t.device) for t in (param, copy))
-    free = _lies(copy)[-2:] == (False, True)
-    right = type(param) in (nn.Parameter, Tensor) and param.dtype == torch.float32
-    if not (right and free) or ours != theirs or copy.dtype not in (torch.bfloat16, torch.float16):
-        raise OptionError(
-            f"a copy must be in bfloat16 or float16 and lie like its float32 parameter: "
-            f"{copy.dtype} {theirs[:2]} on {copy.device} for {type(param).__name__} of "
-            f"{param.dtype} {ours[:2]} on {param.device}. (Sharded parameters need none.)"
-        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +120,7 @@ class _Fused:
         closure = inspect.signature(self.own).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
 
-    def find_copies(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_copies(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises OptionError where a copy is of a parameter that is not the optimizer's."""
         if self.copies:
             params = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -189,11 +175,11 @@ class _Fused:
     ) -> int | None:
         """Bytes per element that a step reads and writes once the state is there. None: no kernel
         steps this parameter."""
-        local, marks = _local(param), _marks(param)
+        local, marks = local_part(param), marks_of(param)
         try:
-            if group.get("differentiable") or _attributes(optimizer)[1]:
+            if group.get("differentiable") or attributes_of(optimizer)[1]:
                 return None
-            key = (_signature(group), local.dtype, param.dim() == 0, tuple(marks.items()))
+            key = (signature_of(group), local.dtype, param.dim() == 0, tuple(marks.items()))
             if key not in self.moved:
                 update = _traced(optimizer, group, param, {}, marks)
                 kernel, _ = split(update, "update")
@@ -216,12 +202,12 @@ class _Fused:
         how many others there are by the reason why not."""
         reasons: dict[str, int] = {}
         done: list[Tensor] = []
-        attributes, why_not = _attributes(optimizer)
+        attributes, why_not = attributes_of(optimizer)
         for group in optimizer.param_groups:
             segments, reason = [], why_not
             hyper = {name: value for name, (_, value) in numbers(group).items()}
             try:
-                shared = (attributes, _signature(group))
+                shared = (attributes, signature_of(group))
             except NotElementwise as error:
                 shared, reason = ((), ()), str(error)
             for param in group["params"]:
@@ -257,7 +243,7 @@ class _Fused:
         if self.factor != 1.0:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if param.grad is not None:
-                    _local(param.grad).mul_(self.factor)
+                    local_part(param.grad).mul_(self.factor)
         scaling = {k: vars(optimizer).pop(k) for k in _SCALING if k in vars(optimizer)}
         try:
             self.own(optimizer)
@@ -284,8 +270,8 @@ class _Fused:
         grad = param.grad
         assert grad is not None
         state = optimizer.state.get(param, {})
-        marks, beside = _marks(param), self.copies.get(param)
-        kinds = _kind(param), _kind(grad), _kind(beside), tuple(map(_kind, state.values()))
+        marks, beside = marks_of(param), self.copies.get(param)
+        kinds = kind_of(param), kind_of(grad), kind_of(beside), tuple(map(kind_of, state.values()))
         signature = (shared, kinds, tuple(state), tuple(marks.items()))
         counts = {f"state.{k}": v for k, v in state.items() if type(v) in (int, float)}
         values = {**hyper, **counts}
@@ -298,9 +284,9 @@ class _Fused:
         try:
             if group.get("differentiable"):
                 raise NotElementwise("it is differentiable")
-            _check(param, grad, state)
+            check(param, grad, state)
             if beside is not None:
-                _check_copy(param, beside)
+                check_copy(param, beside)
             update = _traced(optimizer, group, param, state, marks)
             copy = beside.dtype if beside is not None else None
             program = self._program(optimizer, update, grad.dtype, copy)
@@ -338,13 +324,13 @@ def _is_finite(optimizer: torch.optim.Optimizer) -> bool:
     """What torch.amp.GradScaler leaves to fused optimizers: gradients are divided by its scale, and
     a step with one that is not finite is left out."""
     scale, found = (getattr(optimizer, name, None) for name in _SCALING)
-    if found is not None and _local(found).item():
+    if found is not None and local_part(found).item():
         return False
     if scale is not None:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    _local(param.grad).div_(_local(scale))
+                    local_part(param.grad).div_(local_part(scale))
     return True
 
 
@@ -363,107 +349,10 @@ def _traced(
         # Which of its state is a value of the parameter's, which a count? One with a dimension
         # tells them apart.
         like = replace(like, shape=(1,))
-        fresh = Case(like, like, marks=marks)
+        fresh = Case(like, marks=marks)
         wide = trace(optimizer, group, fresh).elementwise()
         likes = {k: replace(v, shape=(1,)) if k in wide else v for k, v in likes.items()}
-    return trace(optimizer, group, Case(like, like, likes, marks))
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> tuple[tuple[Any, ...], str]:
-    """Plain values that the optimizer itself carries, on which its step may depend; and, where it
-    carries others, which may change unseen or know single parameters, that no kernel is for it."""
-    found = []
-    for key, value in vars(optimizer).items():
-        if key in _KNOWN or key.startswith("_optimizer_"):
-            continue
-        if not _plain(value):
-            return (), f"it carries {key!r}, a {type(value).__name__}"
-        found.append((key, value))
-    return tuple(found), ""
-
-
-def _marks(param: Tensor) -> dict[str, Any]:
-    """Plain attributes that somebody gave a parameter, such as `p.no_decay = True`."""
-    return {k: v for k, v in vars(param).items() if _plain(v) and not k.startswith("_is_param")}
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_plain, value))
-    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))
-
-
-def _signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All of a group that is no float: another value is another update."""
-    found: list[Any] = []
-    for key, value in group.items():
-        if key in ("params", "initial_lr", "param_names"):
-            continue
-        if type(value) in (tuple, list):
-            value = tuple("float" if isinstance(i, float) else repr(i) for i in value)
-        elif isinstance(value, float):
-            value = "float"
-        elif isinstance(value, Tensor):
-            value = (tuple(value.shape), value.dtype, value.device)
-        elif not _plain(value):
-            raise NotElementwise(f"its param group holds {key!r}, a {type(value).__name__}")
-        found.append((key, value))
-    return tuple(found)
-
-
-def _kind(value: Any) -> Any:
-    """All of a tensor, but its values, that decides what steps it and whether a kernel can."""
-    if isinstance(value, Tensor):
-        placed = value.placements if isinstance(value, DTensor) else None
-        local = _local(value)
-        lies = _lies(local) if local.layout is _STRIDED else ()
-        return (type(value), type(local), value.shape, value.dtype, local.layout, placed, lies)
-    return type(value) if type(value) in (int, float) else repr(value)
-
-
-def _lies(local: Tensor) -> tuple[Any, ...]:
-    """How a tensor's values lie in memory, and whether that memory is there."""
-    last = (local.storage_offset() + local.numel()) * local.element_size()
-    there = local.untyped_storage().nbytes() >= last
-    return (local.shape, local.stride(), local.device, local.is_neg(), there)
-
-
-def _check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
-    """Raises NotElementwise where memory cannot be handed to a kernel as it lies."""
-    for tensor in (param, grad, *(v for v in state.values() if isinstance(v, Tensor))):
-        for each in (tensor, _local(tensor)):
-            if type(each) not in _PLAIN:
-                raise NotElementwise(f"a tensor is a {type(each).__name__}")
-        if tensor.layout != torch.strided:
-            raise NotElementwise(f"a tensor is {tensor.layout}")
-        *_, negated, there = _lies(_local(tensor))
-        if negated:
-            raise NotElementwise("a tensor is a view that negates")
-        if not there:
-            raise ZeroError(
-                f"the memory of a {tuple(tensor.shape)} parameter, or of its gradient or state, "
-                "was freed: it cannot be stepped"
-            )
-        if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
-            raise NotElementwise("a gradient is not reduced")
-        if tensor.dtype not in _DTYPES:
-            raise NotElementwise(f"a tensor is {tensor.dtype}")
-    local = _local(param)
-    placed, as_ = (getattr(t, "placements", None) for t in (param, grad))
-    if placed != as_ or _local(grad).shape != local.shape:
-        raise NotElementwise(f"a gradient is {as_}, its parameter {placed}")
-    for value in state.values():
-        if isinstance(value, Tensor) and value.dim() and value.shape == param.shape:
-            mine = _local(value)
-            if mine.shape != local.shape or mine.stride() != local.stride():
-                raise NotElementwise("its state lies otherwise in memory than its parameter")
-    if not torch.ops.aten.is_non_overlapping_and_dense(local):
-        raise NotElementwise("a parameter's memory has gaps")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return trace(optimizer, group, Case(like, likes, marks))
 
 
 def _by_program(segments: Sequence[_Segment]) -> Iterator[tuple[Program, list[_Segment]]]:
@@ -515,9 +404,9 @@ def _launch(
 
 def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[str, Tensor]:
     """This rank's memory by buffer; state that does not exist yet is made."""
-    param = _local(member.param)
+    param = local_part(member.param)
     assert member.param.grad is not None
-    grad = _local(member.param.grad)
+    grad = local_part(member.param.grad)
     if grad.stride() != param.stride():
         grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
     found = {"param": param, "grad": grad}
@@ -529,7 +418,7 @@ def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[
                 state[name] = torch.empty_like(
                     member.param, dtype=dtype, memory_format=torch.preserve_format
                 )
-            found[name] = _local(state[name])
+            found[name] = local_part(state[name])
     return found
 
 
