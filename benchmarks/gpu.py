@@ -29,31 +29,17 @@ import torch
 from torch import nn, optim
 
 import zcompile
+from benchmarks.elementwise import OPTIMIZERS
 from benchmarks.models import GPT, SHAPES, Shape
+from benchmarks.optimizer import BF16, BYTES, interleaved, optimizer_of, stepping
 from zcompile.codegen import build
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
-BF16 = torch.bfloat16
 SIZES = [(5,), (1,), (0,), (257, 33), (1024,)]
 TOLERANCE = 1e-6  # of a tensor's largest value: fp32 rounding over STEPS steps
 STEPS = 6
 # A GPT that fills a GPU with work: GPT-2 124M on 8 sequences of 1024 tokens.
 LARGE = Shape(layers=12, width=768, heads=12, vocab=50304, seq=1024, batch=8)
-
-OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "Adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "AdamW": lambda p: optim.AdamW(p, lr=0.01),
-    "AMSGrad": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True),
-    "Adamax": lambda p: optim.Adamax(p, lr=0.01),
-    "NAdam": lambda p: optim.NAdam(p, lr=0.01),
-    "RAdam": lambda p: optim.RAdam(p, lr=0.01),
-    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, centered=True, momentum=0.9),
-    "Adagrad": lambda p: optim.Adagrad(p, lr=0.01, lr_decay=0.01),
-    "Adadelta": lambda p: optim.Adadelta(p),
-    "Rprop": lambda p: optim.Rprop(p, lr=0.01),
-    "ASGD": lambda p: optim.ASGD(p, lr=0.01),
-}
 
 
 def main() -> None:
@@ -118,31 +104,16 @@ def values(make: Callable[[Any], optim.Optimizer], device: torch.device) -> floa
 
 def kernel(elements: int, device: torch.device, rounds: int) -> dict[str, float]:
     """Bytes a second: of 28 an element for each AdamW, and of a copy (one read, one write)."""
-    params = [nn.Parameter(torch.randn(elements // 8, device=device)) for _ in range(8)]
-    low = {p: torch.empty_like(p, dtype=BF16, requires_grad=False) for p in params}
-    fused = zcompile.fuse(optim.AdamW(params, lr=1e-4), copies=low)
-    for p in params:
-        p.grad_dtype = BF16
-        p.grad = torch.randn_like(p, dtype=BF16)
-    others = [nn.Parameter(p.detach().clone()) for p in params]
-    plain = optim.AdamW(others, lr=1e-4, fused=device.type == "cuda")
-    arriving = [p.grad for p in params]
-    for p in others:
-        p.grad = torch.zeros_like(p)
-    wide, rounded = [p.grad for p in others], [torch.empty_like(c) for c in low.values()]
-
-    def with_casts() -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(wide, arriving)
-            plain.step()
-            torch._foreach_copy_(rounded, others)
-
     source = torch.empty(elements, device=device)
     target = torch.empty_like(source)
-    moved = {"zcompile": 28 * elements, "torch": 28 * elements, "copy": 8 * elements}
-    run = {"zcompile": fused.step, "torch": with_casts, "copy": lambda: target.copy_(source)}
-    seconds = interleaved(run, device, rounds)
-    found = {name: moved[name] / each for name, each in seconds.items()}
+    run = {
+        "zcompile": optimizer_of("bf16", elements, device.type).step,
+        "torch": stepping("bf16", elements, device.type, fused=True),
+        "copy": lambda: target.copy_(source),
+    }
+    moved = {"zcompile": BYTES * elements, "torch": BYTES * elements, "copy": 8 * elements}
+    times = interleaved(run, rounds, waiting(device))
+    found = {name: moved[name] / statistics.median(each) for name, each in times.items()}
     found["of a copy's bandwidth"] = found["zcompile"] / found["copy"]
     return found
 
@@ -155,7 +126,7 @@ def steps(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
     tokens = torch.randint(shape.vocab, (shape.batch, shape.seq), device=device)
     found = {}
     for name in ("plain", "zero", "compile_step"):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         torch.manual_seed(0)
         model = GPT(shape).to(device)
         optimizer = optim.AdamW(model.parameters(), lr=3e-4, fused=large)
@@ -171,8 +142,9 @@ def steps(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
             loss = step(tokens, tokens)
         if large:
             torch.cuda.reset_peak_memory_stats()
-        run = {"step": functools.partial(step, tokens, tokens)}
-        seconds = interleaved(run, device, rounds if large else 1)["step"]
+        run = {name: functools.partial(step, tokens, tokens)}
+        times = interleaved(run, rounds if large else 1, waiting(device))
+        seconds = statistics.median(times[name])
         peak = torch.cuda.max_memory_allocated() if large else 0
         rate = tokens.numel() / seconds
         found[name] = {"tokens/s": rate, "peak bytes": peak, "loss": loss.item()}
@@ -192,21 +164,8 @@ def loop(model: Any, optimizer: optim.Optimizer, autocast: bool) -> Callable[...
     return step
 
 
-def interleaved(
-    run: dict[str, Callable[[], object]], device: torch.device, rounds: int
-) -> dict[str, float]:
-    """Median seconds of each, run in turn so that a drifting clock favours none."""
-    times: dict[str, list[float]] = {name: [] for name in run}
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    for number in range(rounds + 2):
-        for name, each in run.items():
-            wait()
-            begin = time.perf_counter()
-            each()
-            wait()
-            if number >= 2:  # the first make state and kernels
-                times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(each) for name, each in times.items()}
+def waiting(device: torch.device) -> Callable[[], object]:
+    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
 
 if __name__ == "__main__":

@@ -70,29 +70,39 @@ def measure(kind: str, elements: int, threads: int, rounds: int) -> dict[str, ob
     }
     with contextlib.suppress(ImportError):
         systems["DeepSpeed CPU Adam"] = deepspeed_adam(kind, elements)
-    times: dict[str, list[float]] = {name: [] for name in systems}
-    for step in systems.values():
-        step(), step()
-    for _ in range(rounds):
-        for name, step in systems.items():
-            begin = time.perf_counter()
-            step()
-            times[name].append(time.perf_counter() - begin)
+    times = interleaved(systems, rounds)
     medians = {name: statistics.median(each) for name, each in times.items()}
     about = {"kind": kind, "elements": elements, "threads": threads}
     return {**about, "seconds": medians, "all": times}
 
 
+def interleaved(
+    systems: dict[str, Step], rounds: int, wait: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each, run in turn so that a drifting clock favours none. wait: for the device."""
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for step in systems.values():
+        step(), step()  # which make state and kernels
+    for _ in range(rounds):
+        for name, step in systems.items():
+            wait()
+            begin = time.perf_counter()
+            step()
+            wait()
+            times[name].append(time.perf_counter() - begin)
+    return times
+
+
 # The systems
 
 
-def parameters(elements: int) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.randn(elements // PIECES)) for _ in range(PIECES)]
+def parameters(elements: int, device: str = "cpu") -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(elements // PIECES, device=device)) for _ in range(PIECES)]
 
 
-def optimizer_of(kind: str, elements: int) -> optim.Optimizer:
+def optimizer_of(kind: str, elements: int, device: str = "cpu") -> optim.Optimizer:
     """zcompile's: it reads bf16 gradients and writes bf16 copies by itself."""
-    params = parameters(elements)
+    params = parameters(elements, device)
     dtype = BF16 if kind == "bf16" else F32
     for p in params:
         p.grad_dtype = dtype
@@ -106,8 +116,8 @@ def fused(kind: str, elements: int) -> Step:
     return optimizer_of(kind, elements).step
 
 
-def stepping(kind: str, elements: int, **how: bool) -> Step:
-    params = parameters(elements)
+def stepping(kind: str, elements: int, device: str = "cpu", **how: bool) -> Step:
+    params = parameters(elements, device)
     return with_casts(kind, params, optim.AdamW(params, lr=1e-4, **how).step)
 
 
@@ -151,7 +161,7 @@ def deepspeed_adam(kind: str, elements: int) -> Step:
 
 
 def ceiling(kind: str, elements: int) -> Step:
-    """The loads and stores of a fused step; its additions only keep the loads alive."""
+    """The loads and stores of a fused step."""
     bare = without_arithmetic(kernel_of(kind))
     assert bare.bytes_per_element() == BYTES
     run = build.on_cpu(bare)

@@ -28,7 +28,8 @@ class CannotBuild(Exception):
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 # Inductor writes vectors out by hand, so it switches off what turns a loop into them: even `omp
-# simd` does nothing then, and a square root that may set errno stays a call.
+# simd` does nothing then, and a square root that may set errno stays a call. It lets the sign of a
+# zero go, which an optimizer's own step keeps.
 _FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno", "-fsigned-zeros")
 
 

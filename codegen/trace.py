@@ -49,11 +49,10 @@ class Like:
 
 @dataclass(frozen=True)
 class Case:
-    """What a step sees of one parameter. state: each entry a Like, a number, or something that is
-    passed on as it is; marks: plain attributes that the parameter carries."""
+    """What a step sees of one parameter and of a gradient like it. state: each entry a Like, a
+    number, or something that is passed on as it is; marks: plain attributes of the parameter."""
 
     param: Like
-    grad: Like
     state: Mapping[str, Any] = field(default_factory=dict)
     marks: Mapping[str, Any] = field(default_factory=dict)
 
@@ -174,7 +173,7 @@ def _trace(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Cas
     fake = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     with fake:
         values["param"] = _empty(case.param)
-        values["grad"] = _empty(case.grad)
+        values["grad"] = _empty(case.param)
         for key, value in case.state.items():
             if isinstance(value, Like):
                 values[f"state.{key}"] = _empty(value)

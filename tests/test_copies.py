@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from parity import close, compare_state, options, whole
-from test_fused import OPTIMIZERS, compare, parameters, train
+from test_fused import OPTIMIZERS, Normed, compare, parameters, train
 from torch import nn, optim
 
 import zcompile
@@ -35,30 +35,19 @@ def test_a_copy_is_made_anew_when_asked_and_goes_with_its_shard():
 # What the fused step writes
 
 
-def copied(make, dtype=BF16):
-    """The optimizer, fused, with a copy of each parameter; `copies` on it lists them."""
-
-    def made(params):
-        low = {p: torch.full_like(p, 7, dtype=dtype, requires_grad=False) for p in params}
-        optimizer = fuse(make(params), copies=low)
-        optimizer.low = list(low.values())
-        return optimizer
-
-    return made
+def copied(make, params):
+    """The optimizer, fused, with a copy of each parameter."""
+    low = {p: torch.full_like(p, 7, dtype=BF16, requires_grad=False) for p in params}
+    return fuse(make(params), copies=low)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_kernel_rounds_the_new_parameter_to_nearest_even(name):
-    kept = []
-
-    def make(params):
-        optimizer = copied(OPTIMIZERS[name])(params)
-        kept.extend(vars(optimizer).pop("low"))
-        return optimizer
-
-    params, optimizer = train(make)
+    params, optimizer = train(lambda params: copied(OPTIMIZERS[name], params))
     compare((params, optimizer), train(OPTIMIZERS[name], dtype=torch.float64, fused=False))
-    assert all(same_bits(low, p.detach().to(BF16)) for p, low in zip(params, kept, strict=True))
+    kept = optimizer.step.fused.copies
+    assert len(kept) == len(params)
+    assert all(same_bits(kept[p], p.detach().to(BF16)) for p in params)
     programs = optimizer.step.fused.programs.values()
     assert programs and all(COPY in program.kernel.buffers() for program in programs)
 
@@ -81,12 +70,6 @@ def test_ties_and_values_that_are_not_finite(dtype):
 
 
 def test_what_no_kernel_steps_is_copied_too():
-    class Normed(optim.SGD):  # its step looks at all elements
-        def step(self):
-            with torch.no_grad():
-                for p in self.param_groups[0]["params"]:
-                    p -= p.grad / p.grad.norm()
-
     for make in (lambda p: Normed(p, lr=1.0), lambda p: optim.LBFGS(p)):
         p = nn.Parameter(torch.randn(5))
         low = torch.zeros(5, dtype=BF16)
@@ -114,8 +97,7 @@ def test_bytes_per_element():
     """AdamW reads a gradient, a parameter, two moments; it writes the last three and the copy."""
     for grad, expected in ((torch.float32, 30), (BF16, 28)):
         params = parameters()
-        optimizer = copied(OPTIMIZERS["adamw"])(params)
-        del optimizer.low
+        optimizer = copied(OPTIMIZERS["adamw"], params)
         for _ in range(2):
             for p in params:
                 p.grad_dtype = grad

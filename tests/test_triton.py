@@ -63,11 +63,11 @@ def run_by_the_interpreter():
 
 def test_values_by_the_interpreter():
     code = "import test_triton; print(test_triton.run_by_the_interpreter())"
-    here = str(Path(__file__).parent)
+    here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": here + os.pathsep
-             + os.environ.get("PYTHONPATH", "")},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(
+             [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,7 +8,6 @@ The model is sharded when it is first called, before it is traced: see first_cal
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from zcompile.pipeline import Pass, describe, run
 from zcompile.replan import Replan
 from zcompile.schedule.plan import Collective, Plan, lines
 from zcompile.schedule.step import Step
-from zcompile.sharding import is_sharded, warn_unowned
+from zcompile.sharding import is_sharded, spec_of, warn_unowned
 
 OPTIONAL = ("release",)
 
@@ -119,19 +118,18 @@ def _warn_of_no_effect(options: Options, params: Sequence[ZeroParameter]) -> Non
     """Say which of the options that were given came too late, if any: these parameters were sharded
     with others."""
     late: dict[str, str] = {}
-    for spec in (p.spec for p in params):
-        if spec.dtype.is_floating_point:
-            for name, had in (("param_dtype", spec.dtype), ("reduce_dtype", spec.reduce_dtype)):
-                if getattr(options, name) not in (None, had):
-                    late[name] = f"{spec.name} has {had}"
-        if "persistence_threshold" in options.model_fields_set and options.stage > 0:
-            large = math.prod(spec.shape) >= options.persistence_threshold and bool(spec.shape)
-            if large != spec.sharded:
-                late["persistence_threshold"] = (
-                    f"{spec.name} {spec.shape} is {'sharded' if spec.sharded else 'replicated'}"
-                )
-        if options.stage == 0 and spec.sharded:
-            late["stage"] = f"{spec.name} is sharded"
+    for param in params:
+        spec, asked = param.spec, spec_of(param.spec.name, param, options, param.spec.group)
+        for name, had, wanted in (
+            ("param_dtype", spec.dtype, asked.dtype),
+            ("reduce_dtype", spec.reduce_dtype, asked.reduce_dtype),
+        ):
+            if getattr(options, name) is not None and had != wanted:
+                late[name] = f"{spec.name} has {had}"
+        name = "stage" if options.stage == 0 else "persistence_threshold"
+        if asked.sharded != spec.sharded and name in options.model_fields_set:
+            how = "sharded" if spec.sharded else "replicated"
+            late[name] = f"{spec.name} {spec.shape} is {how}"
     for name, why in late.items():
         warnings.warn(
             f"option {name!r} = {getattr(options, name)!r} has no effect: the model was sharded "

@@ -123,7 +123,7 @@ def _at_rest(model: nn.Module, options: Options, group: comm.Group, optimizer_by
     for name, param in model.named_parameters():
         spec = spec_of(name, param, options, group.name)
         elements = machine.held_elements(spec, group.world)
-        shards += elements * param.element_size() + machine.copy_bytes(spec, group.world)
+        shards += elements * param.element_size()
         state += elements * optimizer_bytes if param.requires_grad else 0
     return AtRest(shards, state)
 

@@ -131,7 +131,7 @@ def at_rest(group: comm.Group, params: Sequence[ZeroParameter]) -> AtRest:
     for root in outermost_owners(params):
         owned.update((id(p), p) for p in root.parameters() if type(p) is ZeroParameter)
     sizes = {key: held_elements(p.spec, group.world) * p.dtype.itemsize for key, p in owned.items()}
-    kept = sum(sizes.values()) + sum(copy_bytes(p.spec, group.world) for p in owned.values())
+    kept = sum(sizes.values()) + sum(_copy_bytes(p.spec, group.world) for p in owned.values())
     state = 0
     for optimizer in live_optimizers():
         for param_group in optimizer.param_groups:
@@ -147,7 +147,7 @@ def held_elements(spec: ParamSpec, world: int) -> int:
     return largest_shard(spec.shape, world) if spec.sharded else math.prod(spec.shape)
 
 
-def copy_bytes(spec: ParamSpec, world: int) -> int:
+def _copy_bytes(spec: ParamSpec, world: int) -> int:
     """Bytes of the copy that a rank keeps of a parameter in the dtype that it is gathered in."""
     return held_elements(spec, world) * spec.dtype.itemsize if spec.copied else 0
 

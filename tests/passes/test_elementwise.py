@@ -14,9 +14,9 @@ CPU, F32 = torch.device("cpu"), torch.float32
 WIDE, COUNT = Like((3, 5), F32, CPU), Like((), F32, CPU)
 
 
-def traced(make, state=None, grad=WIDE):
+def traced(make, state=None):
     optimizer = make([nn.Parameter(torch.zeros(3, 5))])
-    return trace(optimizer, optimizer.param_groups[0], Case(WIDE, grad, state or {}))
+    return trace(optimizer, optimizer.param_groups[0], Case(WIDE, state or {}))
 
 
 def test_momentum():
@@ -69,8 +69,7 @@ def test_a_branch_on_a_float_is_a_guard():
 
 
 def test_bf16_gradients_are_widened_and_other_states_keep_their_dtype():
-    grad = Like((3, 5), torch.bfloat16, CPU)
-    kernel, _ = split(traced(lambda p: optim.SGD(p, lr=0.1), grad=grad), "sgd")
+    kernel, _ = split(traced(lambda p: optim.SGD(p, lr=0.1)), "sgd", grad=torch.bfloat16)
     assert kernel.buffers() == {"param": F32, "grad": torch.bfloat16}
     assert kernel.compute == F32 and kernel.bytes_per_element() == 4 + 2 + 4
 
