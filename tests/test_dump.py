@@ -179,13 +179,14 @@ def test_torch_compile_writes_every_pass(compiled):
 
 def test_the_pipeline_is_written_with_its_options(compiled):
     passes = (
-        "1. Place({} collectives, world=1)\n"
+        "1. Place({0} collectives, world=1)\n"
         "2. Release()\n"
-        "3. Lower(world=1, rank=0, native=False, pg='')\n"
+        "3. Lower(world=1, rank=0, native=False, pg='', copies=False, forward={1})\n"
     )
     text = (compiled / "pipeline.txt").read_text()
     # Weight and bias in one gather; backward needs neither, and reduces both together.
-    assert text == f"forward:\n{passes.format(1)}backward:\n{passes.format(1)}"
+    forward, backward = passes.format(1, True), passes.format(1, False)
+    assert text == f"forward:\n{forward}backward:\n{backward}"
 
 
 def test_another_plan_of_the_step_has_a_name_of_its_own(tmp_path):

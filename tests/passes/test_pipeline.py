@@ -160,7 +160,7 @@ def test_a_pipeline_prints_as_it_will_run():
     assert describe(passes) == (
         "1. Place(0 collectives, world=2)\n"
         "2. Release()\n"
-        "3. Lower(world=2, rank=0, native=False, pg='')\n"
+        "3. Lower(world=2, rank=0, native=False, pg='', copies=False, forward=True)\n"
     )
 
 
