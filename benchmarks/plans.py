@@ -52,12 +52,6 @@ def main() -> None:
     parser.add_argument("--engine", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=3)
     parser.add_argument("--device", default="h100")
-    parser.add_argument(
-        "--persistence-threshold",
-        type=int,
-        default=0,
-        help="parameters with fewer elements stay replicated; with hundreds of ranks each counts",
-    )
     parser.add_argument("-o", "--output", help="write the plan's JSON here, for zcompile show")
     chosen = parser.parse_args()
     model, inputs = build(chosen.model)
@@ -66,7 +60,6 @@ def main() -> None:
         "engine": chosen.engine,
         "stage": chosen.stage,
         "param_dtype": "bf16",
-        "persistence_threshold": chosen.persistence_threshold,
     }
     wall, cpu = time.perf_counter(), time.process_time()
     made = plan(model, inputs, world_size=world, device=chosen.device, options=options)

@@ -8,6 +8,7 @@ import zcompile
 from zcompile.backend import zero
 from zcompile.errors import OptionError
 from zcompile.options import Options
+from zcompile.sharding import with_threshold
 
 
 def refusal(**options):
@@ -171,3 +172,26 @@ def test_an_option_that_comes_too_late_is_named():
     with pytest.warns(zcompile.ZeroWarning, match="'param_dtype' = torch.bfloat16 has no effect"):
         y = torch.compile(model, backend="zero", options=late)(torch.ones(2, 6))
     assert y.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("world", "replicated"),
+    [(1, [1, 9_000, 10_000]), (4, [1, 9_000, 10_000]), (64, [1, 9_000]), (256, [1])],
+)
+def test_small_parameters_stay_whole_while_they_cost_a_rank_a_percent(world, replicated):
+    sizes = [10_000, 16_384, 60_000_000, 9_000, 1]
+    params = [torch.empty(size, device="meta") for size in sizes]
+    threshold = with_threshold(Options(), params, world).persistence_threshold
+    assert sorted(size for size in sizes if size < threshold) == replicated
+    per_rank = sum(size / world if size >= threshold else size for size in sizes)
+    assert per_rank <= 1.01 * sum(sizes) / world
+
+
+def test_what_is_replicated_may_be_said():
+    options = Options(persistence_threshold=100_000)
+    assert with_threshold(options, [torch.empty(50_000)], 1024) is options
+
+
+def test_a_small_model_is_sharded_all_the_same():
+    params = list(torch.nn.Linear(8, 8).parameters())
+    assert with_threshold(Options(), params, 2).persistence_threshold == 0

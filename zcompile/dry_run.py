@@ -42,7 +42,7 @@ from zcompile.passes.partition import is_read
 from zcompile.pipeline import run
 from zcompile.schedule.plan import Plan
 from zcompile.schedule.simulate import AtRest
-from zcompile.sharding import cast_inputs, give_readers, spec_of
+from zcompile.sharding import cast_inputs, give_readers, spec_of, with_threshold
 
 RANK = 0  # its shards are the largest
 
@@ -78,7 +78,7 @@ def plan(
         BudgetError: no schedule fits options["memory_budget"].
         OptionError: an unknown device or option.
     """
-    chosen = Options.parse(options)
+    chosen = with_threshold(Options.parse(options), model.parameters(), world_size)
     costs = machine.published_costs(device, world_size)
     gpu = costs.device.name != "cpu"
     group = paper_group(world_size, native=gpu)
@@ -154,7 +154,7 @@ def trace(
     Raises:
         ZeroError: the model cannot be copied, or cannot be traced without values.
     """
-    chosen = Options.parse(options)
+    chosen = with_threshold(Options.parse(options), model.parameters(), world_size)
     group = paper_group(world_size, native=gpu)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     root = getattr(model, "_orig_mod", model)

@@ -72,11 +72,12 @@ class Options(BaseModel):
     reduce_dtype: Dtype = Field(
         None, description="Dtype gradients are summed in; None means float32 or wider."
     )
-    persistence_threshold: int = Field(
-        16_384,
+    persistence_threshold: int | None = Field(
+        None,
         ge=0,
-        description="Parameters with fewer elements stay replicated: gathering 64 KiB costs more "
-        "latency than bytes.",
+        description="Parameters with fewer elements stay replicated. None: 16,384, as gathering "
+        "64 KiB costs more latency than bytes, or fewer where all of them together would add more "
+        "than a percent to what a rank holds.",
     )
     memory_budget: Annotated[int | float | None, BeforeValidator(_as_budget)] = Field(
         None,

@@ -12,6 +12,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import groupby
 from types import CellType
 from typing import Any
 
@@ -32,6 +33,8 @@ from zcompile.world import World, join
 Read = Callable[[nn.Module, str, ZeroParameter, ParamSpec], Any]
 
 Initialiser = Callable[[nn.Module], Any]
+
+SMALL = 16_384  # elements; see Options.persistence_threshold
 
 
 def shard(
@@ -72,6 +75,7 @@ def shard(
                 "sharded or compiled"
             )
     world = join(chosen, _device(root))
+    chosen = with_threshold(chosen, root.parameters(), world.group.world)
     _agree_on_names(root, world)
     # A first call may be an evaluation; what is made here must train all the same.
     with torch.inference_mode(False), torch.no_grad():
@@ -199,6 +203,24 @@ class Stale(nn.Parameter):
         )
 
 
+def with_threshold(options: Options, params: Iterable[Tensor], world: int) -> Options:
+    """With the `persistence_threshold` that a model of these parameters gets by default.
+
+    What is replicated is held `world` times as often as what is sharded: of R in P elements it adds
+    R (world - 1) / P to a rank's share. The smallest stay whole until that is one percent.
+    """
+    if options.persistence_threshold is not None:
+        return options
+    sizes = sorted(param.numel() for param in params)
+    left, threshold = sum(sizes) / 100, 0
+    for size, same in groupby(sizes):
+        left -= size * len(list(same)) * (world - 1)
+        if left < 0 or size >= SMALL:
+            break
+        threshold = size + 1
+    return options.model_copy(update={"persistence_threshold": threshold})
+
+
 def spec_of(name: str, param: Tensor, options: Options, group: str) -> ParamSpec:
     """What a parameter gathers to. Integer, bool and complex parameters keep their dtype."""
     real = param.dtype.is_floating_point
@@ -207,9 +229,8 @@ def spec_of(name: str, param: Tensor, options: Options, group: str) -> ParamSpec
         reduce_dtype = param.dtype
     else:
         reduce_dtype = options.reduce_dtype or torch.promote_types(dtype, torch.float32)
-    sharded = (
-        options.stage > 0 and param.dim() > 0 and param.numel() >= options.persistence_threshold
-    )
+    large = param.numel() >= (options.persistence_threshold or 0)
+    sharded = options.stage > 0 and param.dim() > 0 and large
     on_one_host = comm.find(group).link is not None
     copied = options.param_copy and sharded and dtype != param.dtype and on_one_host
     return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, group, sharded, copied)
