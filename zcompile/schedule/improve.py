@@ -96,7 +96,7 @@ class Improver:
                 if roomy is None or roomy in rooms:
                     continue
                 rooms.append(roomy)
-                settled, took = self._settle(roomy, seconds)
+                settled, took = self._settle(roomy, seconds, pinned)
                 faster = took < seconds * (1 - EQUAL)
                 # As fast with less to do leads on to what is faster.
                 if faster or (took <= seconds * (1 + ROUNDING) and bound < least):
@@ -111,26 +111,32 @@ class Improver:
 
     # Timing
 
-    def _settle(self, schedule: Schedule, target: float = math.inf) -> tuple[Schedule, float]:
+    def _settle(
+        self, schedule: Schedule, target: float = math.inf, pinned: Bucket | None = None
+    ) -> tuple[Schedule, float]:
         """Each collective where it is best for the others' places, until none moves, and the
         step's seconds. Of places that are equally good, those of short flights leave memory, those
-        of long ones time, for the next: in turn, as long as that helps and the target is near."""
+        of long ones time, for the next: in turn, as long as that helps and the target is near.
+        pinned: what the others made room for; it moves after they have, for they stand where they
+        are small, not where they are best."""
         best, seconds = schedule, self._seconds(schedule)
         while self.effort.left > 0:
-            again, took = self._settled(best, seconds, True)
+            again, took = self._settled(best, seconds, True, pinned)
             again, took = self._settled(again, took, False)
             gain, best, seconds = seconds - took, again, took
             if gain <= seconds * EQUAL or seconds > target * HOPELESS:
                 break
         return best, seconds
 
-    def _settled(self, schedule: Schedule, seconds: float, short: bool) -> tuple[Schedule, float]:
+    def _settled(
+        self, schedule: Schedule, seconds: float, short: bool, pinned: Bucket | None = None
+    ) -> tuple[Schedule, float]:
         kept, row = schedule.kept, list(schedule.buckets)
         curve = self.sim.memory(schedule)
         moved = True
         while moved and self.effort.left > 0:
             moved = False
-            for bucket in tuple(row):
+            for bucket in sorted(row, key=lambda b: b == pinned):
                 others = [b for b in row if b is not bucket]
                 rest = curve - self.sim.curve(self.sim.held(bucket, kept))
                 best, found = bucket, row
