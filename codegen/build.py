@@ -27,6 +27,15 @@ class CannotBuild(Exception):
 # int64 and the last in double precision, all on the host.
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
+
+def source(kernel: Kernel, device: torch.device) -> tuple[str, str]:
+    """What a kernel is for a device, and the name of a file for it."""
+    text, suffix = (
+        (cpp.emit(kernel), "cpp") if device.type == "cpu" else (triton.emit(kernel), "py")
+    )
+    return text, f"{kernel.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.{suffix}"
+
+
 # Inductor writes vectors out by hand, so it switches off what turns a loop into them: even `omp
 # simd` does nothing then, and a square root that may set errno stays a call. It lets the sign of a
 # zero go, which an optimizer's own step keeps.
@@ -103,12 +112,11 @@ def programs(counts: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
 
 def _jitted(kernel: Kernel) -> Any:
     """The function of a kernel's Triton source, which is kept as a file: Triton reads it."""
-    source = triton.emit(kernel)
-    name = f"{kernel.name}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-    path = cache.folder() / "kernels" / f"{name}.py"
-    if not path.exists() or path.read_text() != source:
-        cache.write(path, source)
-    spec = importlib.util.spec_from_file_location(f"zcompile_kernels.{name}", path)
+    text, file = source(kernel, torch.device("cuda"))
+    path = cache.folder() / "kernels" / file
+    if not path.exists() or path.read_text() != text:
+        cache.write(path, text)
+    spec = importlib.util.spec_from_file_location(f"zcompile_kernels.{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

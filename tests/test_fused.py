@@ -14,6 +14,7 @@ import torch
 from torch import nn, optim
 
 from benchmarks.elementwise import OPTIMIZERS
+from zcompile.codegen import build
 from zcompile.errors import OptionError, ZeroWarning
 from zcompile.fused import fuse
 
@@ -458,3 +459,25 @@ def test_states_of_another_dtype_are_rounded_once_a_step(dtype):
             m = m0 * 0.5 + grad.double()
             assert torch.equal(optimizer.state[p]["momentum_buffer"], m.to(dtype))
             assert torch.equal(p.detach(), (p0 - 0.125 * m).to(dtype))
+
+
+def test_the_source_of_each_kernel_is_written(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = fuse(torch.optim.AdamW(model.parameters()), dump=str(tmp_path))
+    for _ in range(2):  # one that makes the state, one that goes on from it
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    files = sorted((tmp_path / "rank0" / "kernels").iterdir())
+    kernels = {build.source(k, torch.device("cpu")) for k, *_ in optimizer.step.fused.programs}
+    assert {(file.read_text(), file.name) for file in files} == kernels and len(files) == 2
+    assert files[0].read_text().startswith("// torch.optim.adamw.AdamW, one step of every element")
+
+
+def test_a_folder_that_comes_later_gets_what_was_built(tmp_path, monkeypatch):
+    model = torch.nn.Linear(4, 4)
+    optimizer = fuse(torch.optim.SGD(model.parameters()))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    monkeypatch.setenv("ZCOMPILE_DUMP", str(tmp_path))
+    fuse(optimizer)
+    assert len(list(tmp_path.rglob("*.cpp"))) == 1

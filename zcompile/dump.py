@@ -6,6 +6,7 @@
     DIR/rank0/000/plan.txt                  the schedule as a table
     DIR/rank0/000/plan.json                 the same, see docs/plan-schema.md
     DIR/rank0/000/pipeline.txt              the passes that ran, with their options
+    DIR/rank0/kernels/adamw_step_....cpp    what steps the optimizer
 
 `python DIR/.../08.forward.place.after.py` runs that graph on zeros, in one process, with
 collectives that move nothing.
@@ -120,6 +121,14 @@ class Dump:
     def append(self, name: str, lines: str) -> None:
         with (self.folder / name).open("a") as file:
             file.write(lines)
+
+
+def kernel(folder: str, name: str, source: str) -> None:
+    """Write a kernel's source beside this rank's graphs."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    where = Path(folder) / f"rank{rank}" / "kernels" / name
+    where.parent.mkdir(parents=True, exist_ok=True)
+    where.write_text(source)
 
 
 def _plain(gm: fx.GraphModule) -> fx.GraphModule:

@@ -8,6 +8,7 @@ another way. What cannot become a kernel is stepped by the optimizer itself, and
 from __future__ import annotations
 
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zcompile import dump as dumps
 from zcompile._torch import disable_dynamo, no_torch_function
 from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
@@ -38,13 +40,17 @@ _SCALING = ("grad_scale", "found_inf")  # set by a GradScaler while it calls ste
 
 
 def fuse(
-    optimizer: torch.optim.Optimizer, *, copies: Mapping[Tensor, Tensor] | None = None
+    optimizer: torch.optim.Optimizer,
+    *,
+    copies: Mapping[Tensor, Tensor] | None = None,
+    dump: str | None = None,
 ) -> torch.optim.Optimizer:
     """Make `optimizer.step` a fused kernel, in place. Returns the optimizer. Twice is once.
 
     copies: for master weights. Of some of its float32 parameters, a tensor of the same shape in
     bfloat16 or float16, into which each step also rounds the new value (to nearest even). It is
     written now, too. Such a parameter's gradient may be in that dtype, by `param.grad_dtype`.
+    dump: folder for the source of each kernel; default: $ZCOMPILE_DUMP.
 
     The update that the optimizer's class defines is traced, whatever the class: it has to treat
     every element alike. lr and other floats of a param group may change at any time.
@@ -76,6 +82,7 @@ def fuse(
         hooked: Any = disable_dynamo(torch.optim.Optimizer.profile_hook_step(step))
         hooked.fused, hooked._wrapped_by_lr_sched = fused, True
         optimizer.step = types.MethodType(hooked, optimizer)
+    optimizer.step.fused.write_into(dump or os.environ.get("ZCOMPILE_DUMP"))
     if len({id(copy) for copy in (copies or {}).values()}) < len(copies or {}):
         raise OptionError("fuse(copies=...) was given one tensor as the copy of two parameters")
     for param, copy in (copies or {}).items():
@@ -115,10 +122,21 @@ class _Fused:
     moved: dict[Any, int] = field(default_factory=dict)
     factor: float = 1.0  # of every gradient in the next step
     copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    folder: str | None = None  # for the kernels' source
 
     def __post_init__(self) -> None:
         closure = inspect.signature(self.own).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+
+    def write_into(self, folder: str | None) -> None:
+        self.folder = folder or self.folder
+        for kernel, _, device in self.programs:
+            self._write(kernel, device)
+
+    def _write(self, kernel: Kernel, device: torch.device) -> None:
+        if self.folder:
+            text, name = build.source(kernel, device)
+            dumps.kernel(self.folder, name, text)
 
     def check_copies(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises OptionError where a copy is of a parameter that is not the optimizer's."""
@@ -317,6 +335,7 @@ class _Fused:
             except build.CannotBuild as error:
                 raise NotElementwise(f"its kernel cannot be built: {error}") from error
             self.programs[key] = Program(kernel, scalars, run)
+            self._write(kernel, device)
         return self.programs[key]
 
 

@@ -70,8 +70,9 @@ def compile_step(
         raise OptionError(f"clip = {clip!r} must be above 0, or None")
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
-    shard_whole([model], Options.parse(options))
-    fuse(optimizer)
+    chosen = Options.parse(options)
+    shard_whole([model], chosen)
+    fuse(optimizer, dump=chosen.dump)
     return Step(model, loss_fn, optimizer, accumulate, clip, scaler, dict(options or {}))
 
 
