@@ -8,9 +8,15 @@
     ...                         ->      big = a @ b             (where a and b are smaller than big)
     use(big)                            use(big)
 
+    mean = zero.reduce_grad(dw)         mean = zero.reduce_grad(dw)
+    grad = mean.view(4, 8)      ->      ...
+    ...                                 grad = mean.view(4, 8)
+    return grad                         return grad
+
 The first: a parameter's gradient behind the products that pass the gradient on, as one of them is
 the last to read the parameter itself. The second: whatever is larger than the inputs that have to
-be kept for it, right in front of its first use; the first of a tied weight's two gradients, say.
+be kept for it, right in front of its first use; the first of a tied weight's two gradients, say. The third: what only names
+a mean that is returned, which would be awaited for it.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from torch import fx
 from zcompile._torch import OpOverload
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.passes.extract import flops
-from zcompile.passes.graph import aliases, calls, is_view, size_of
+from zcompile.passes.graph import aliases, calls, is_view, returned_as, size_of
 
 SMALLEST_BYTES = 2**20
 
@@ -40,6 +46,7 @@ class Sink:
             if _moves(node):
                 _to_first_use(node)
         _behind_products(gm.graph)
+        _views_of_means(gm.graph)
         gm.recompile()
         return gm
 
@@ -96,6 +103,15 @@ def _behind_products(graph: fx.Graph) -> None:
             if node < place:
                 place.append(node)
                 place = node
+
+
+def _views_of_means(graph: fx.Graph) -> None:
+    (output,) = graph.find_nodes(op="output")
+    for mean in calls(graph, REDUCE_GRAD, ALL_REDUCE_GRAD):
+        if returned_as(mean) is not None:
+            while (user := next(iter(mean.users))) is not output:
+                output.prepend(user)
+                mean = user
 
 
 def _readers(node: fx.Node) -> Iterable[fx.Node]:

@@ -85,3 +85,22 @@ def test_the_graph_computes_the_same():
     after = Sink()(gm)(*inputs)
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_what_only_names_a_mean_that_is_returned_comes_last():
+    g = Graph()
+    x = g.input("x", 8, 8)
+    mean = g.reduce(x, "w")
+    named = g.call(aten.view.default, g.call(aten.view.default, mean, [4, 8]), [4, 8], name="named")
+    other = g.neg(x, name="other")
+    names = sunk(g.out(named, other))
+    assert names == [mean.name, "other", "view", "named"]
+
+
+def test_a_view_of_a_mean_that_is_read_stays():
+    g = Graph()
+    x = g.input("x", 8, 8)
+    mean = g.reduce(x, "w")
+    named = g.call(aten.view.default, mean, [4, 8], name="named")
+    names = sunk(g.out(named, g.neg(named, name="read"), g.neg(x, name="other")))
+    assert names == [mean.name, "named", "read", "other"]
