@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zcompile.codegen.kernel import INFIX, OPS, Kernel, Line, Operand
+from zcompile.codegen.kernel import INFIX, OPS, RANDOM, Kernel, Line, Operand, salt
 
 _STORED = {
     torch.float32: "float",
@@ -55,6 +55,23 @@ static inline uint16_t to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+"""
+
+_AT_RANDOM = """
+// 32 bits of a counter, as good as random (C. Wellons, lowbias32).
+static inline uint32_t random_bits(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7feb352du;
+  x = (x ^ (x >> 15)) * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// Round to either neighbour, to each as often as the value is near it; a NaN stays one.
+static inline uint16_t to_bf16_at_random(float value, uint32_t random) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  uint32_t rounded = (bits + (random >> 16)) >> 16;
   return uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 """
@@ -121,8 +138,11 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     yield _PREFETCH
     if any(load.dtype == torch.bfloat16 for load in kernel.loads):
         yield _FROM_BF16
-    if any(store.dtype == torch.bfloat16 for store in kernel.stores):
+    if any(store.dtype == torch.bfloat16 and not store.random for store in kernel.stores):
         yield _TO_BF16
+    random = any(store.random for store in kernel.stores)
+    if random:
+        yield _AT_RANDOM
     if any(line.op in ("maximum", "minimum") for line in kernel.body):
         yield _EXTREMES
     pointers = {
@@ -131,7 +151,11 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     }
     parameters = [f"{pointer} __restrict {buffer}_at" for buffer, pointer in pointers.items()]
     parameters += [f"const {real} {scalar}" for scalar in kernel.scalars]
-    yield f"static void piece({', '.join(parameters)}, int64_t count) {{"
+    counted = ", int64_t count, int64_t first" if random else ", int64_t count"
+    yield f"static void piece({', '.join(parameters)}{counted}) {{"
+    if random:
+        low, high = (f"uint32_t({half})" for half in RANDOM)
+        yield f"  const uint32_t begin = {low} + ({high} << 16) + uint32_t(first);"
     yield f"  for (int64_t block = 0; block < count; block += {_BLOCK}) {{"
     for buffer in buffers:
         ahead = "<1>" if buffer in stored else "<0>"
@@ -144,8 +168,12 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     for line in kernel.body:
         kind = "bool" if OPS[line.op] == "?" else real
         yield f"      const {kind} {line.name} = {_expression(line, real)};"
-    for store in kernel.stores:
-        yield f"      {store.buffer}_at[i] = {_rounded(store.value, store.dtype, real)};"
+    for index, store in enumerate(kernel.stores):
+        rounded = _rounded(store.value, store.dtype, real)
+        if store.random:
+            bits = f"random_bits((begin + uint32_t(i)) ^ {salt(index):#x}u)"
+            rounded = f"to_bf16_at_random({store.value}, {bits})"
+        yield f"      {store.buffer}_at[i] = {rounded};"
     yield "    }"
     yield "  }"
     yield "}"
@@ -157,9 +185,8 @@ def _lines(kernel: Kernel) -> Iterator[str]:
         f"{real}(scalars[s * {len(kernel.scalars)} + {index}])"
         for index in range(len(kernel.scalars))
     ]
-    yield _ENTRY.format(
-        name=kernel.name, arguments=",\n            ".join([*arguments, "high - low"])
-    ).rstrip()
+    arguments += ["high - low", "low"] if random else ["high - low"]
+    yield _ENTRY.format(name=kernel.name, arguments=",\n            ".join(arguments)).rstrip()
 
 
 def _load(buffer: str, dtype: torch.dtype, real: str) -> str:

@@ -17,7 +17,18 @@ import torch
 from torch import Tensor, fx
 
 from zcompile._torch import OpOverload
-from zcompile.codegen.kernel import COPY, FACTOR, INFIX, OPS, Kernel, Line, Load, Operand, Store
+from zcompile.codegen.kernel import (
+    COPY,
+    FACTOR,
+    INFIX,
+    OPS,
+    RANDOM,
+    Kernel,
+    Line,
+    Load,
+    Operand,
+    Store,
+)
 from zcompile.codegen.trace import NotElementwise, Update
 
 
@@ -66,15 +77,17 @@ def split(
     *,
     grad: torch.dtype | None = None,
     copy: torch.dtype | None = None,
+    random: bool = False,
 ) -> tuple[Kernel, Scalars]:
     """The kernel of an update and its scalars. grad: in which the gradient arrives, if not in the
     dtype that the update was traced with. copy: in this dtype the kernel also stores the new
-    parameter, into the buffer COPY.
+    parameter, into the buffer COPY. random: what is stored in bfloat16, but for the copy, is
+    rounded at random.
 
     Raises:
         NotElementwise: an operation looks at more than one element, or has no emitter.
     """
-    return _Splitter(update).split(name, about, grad, copy)
+    return _Splitter(update).split(name, about, grad, copy, random)
 
 
 class _Splitter:
@@ -94,6 +107,7 @@ class _Splitter:
         about: tuple[str, ...],
         grad: torch.dtype | None,
         copy: torch.dtype | None,
+        random: bool,
     ) -> tuple[Kernel, Scalars]:
         loads: list[Load] = []
         for key, node in self.inputs.items():
@@ -114,7 +128,8 @@ class _Splitter:
                 buffer = _buffer(key)
                 dtype = dtypes.get(buffer, value.meta["val"].dtype)
                 if self.env[value] != buffer:
-                    stores.append(Store(buffer, self._named(value), dtype))
+                    rounds = random and dtype == torch.bfloat16
+                    stores.append(Store(buffer, self._named(value), dtype, rounds))
             else:
                 state[key.removeprefix("state.")] = value
         if copy is not None:
@@ -135,6 +150,7 @@ class _Splitter:
         scalars = Scalars(inputs, kept, state)
         formulas = tuple(f"{scalar} = {scalars.text(scalar)}" for scalar in kept)
         taken = (*kept, FACTOR) if FACTOR in used else tuple(kept)
+        taken += RANDOM if any(store.random for store in stores) else ()
         kernel = Kernel(name, tuple(loads), taken, body, tuple(stores), wide, about + formulas)
         return kernel, scalars
 

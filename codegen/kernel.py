@@ -3,6 +3,10 @@
 Elementwise: loads from some buffers, lines of arithmetic, stores to some buffers. Arithmetic is in
 `compute`, whatever the buffers hold: a load widens, a store rounds to nearest even. Numbers that
 are the same for a whole segment of elements (a learning rate, a bias correction) come as scalars.
+
+Rounding at random adds 16 random bits below what a bfloat16 keeps. They are a hash of the element's
+number in its segment, counted from where RANDOM says, and of the store's: every emitter's kernel,
+on any number of threads, gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ FACTOR = "grad_factor"
 
 # The buffer in which a kernel leaves the new parameter in another dtype.
 COPY = "param_copy"
+
+# The two halves, 16 bits each, of where in a sequence of random numbers a segment begins.
+RANDOM = ("random_low", "random_high")
 
 # Every operation that an emitter knows, and what it gives: a number ("x") or a truth value ("?").
 OPS: dict[str, str] = {
@@ -55,11 +62,18 @@ class Load:
 
 @dataclass(frozen=True)
 class Store:
-    """The value `value`, rounded to `dtype`, into `buffer`."""
+    """The value `value`, rounded to `dtype`, into `buffer`. random: of both neighbours in bfloat16
+    to each as often as the value is near it; the kernel then has the scalars RANDOM."""
 
     buffer: str
     value: str
     dtype: torch.dtype
+    random: bool = False
+
+
+def salt(store: int) -> int:
+    """What tells the random numbers of a kernel's stores apart."""
+    return store * 0x9E3779B9 % 2**32
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,8 @@ class Kernel:
         for store in self.stores:
             if store.value not in known:
                 raise ValueError(f"{store}: undefined")
+            if store.random and not (store.dtype == torch.bfloat16 and known.issuperset(RANDOM)):
+                raise ValueError(f"{store}: only bfloat16 is rounded at random, by {RANDOM}")
 
     def buffers(self) -> dict[str, torch.dtype]:
         """Every buffer, loaded ones first."""
@@ -108,7 +124,8 @@ class Kernel:
         for line in self.body:
             yield f"  {line}"
         for store in self.stores:
-            yield f"  store {store.buffer} <- {store.value} as {_short(store.dtype)}"
+            how = " at random" if store.random else ""
+            yield f"  store {store.buffer} <- {store.value} as {_short(store.dtype)}{how}"
 
 
 def _short(dtype: torch.dtype) -> str:

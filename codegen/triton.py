@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zcompile.codegen.kernel import INFIX, Kernel, Line, Operand
+from zcompile.codegen.kernel import INFIX, RANDOM, Kernel, Line, Operand, salt
 from zcompile.codegen.trace import NotElementwise
 
 _HEAD = """\
@@ -30,6 +30,21 @@ def to_bf16(value, BY_HAND: tl.constexpr):
         even = tl.where(value == value, even, 0x7FC00000)
         value = even.to(tl.uint32).to(tl.float32, bitcast=True)
     return value.to(tl.bfloat16)
+'''
+
+_AT_RANDOM = '''
+
+@triton.jit
+def to_bf16_at_random(value, at):
+    """Round to either neighbour, to each as often as the value is near it, by 32 bits of a counter
+    that are as good as random (C. Wellons, lowbias32)."""
+    x = (at ^ (at >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = ((bits + (x >> 16)) >> 16) << 16
+    rounded = tl.where(value == value, rounded, 0x7FC00000)
+    return rounded.to(tl.uint32).to(tl.float32, bitcast=True).to(tl.bfloat16)
 '''
 
 _TYPES = {
@@ -83,17 +98,27 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     if kernel.about:
         yield '"""' + "\n".join(kernel.about) + '\n"""\n'
     yield _HEAD.rstrip()
-    if any(store.dtype == torch.bfloat16 for store in kernel.stores):
+    if any(store.dtype == torch.bfloat16 and not store.random for store in kernel.stores):
         yield _ROUND.rstrip()
+    random = any(store.random for store in kernel.stores)
+    if random:
+        yield _AT_RANDOM.rstrip()
     yield "\n\n@triton.jit"
-    yield f"def elements({values}, inside, BY_HAND: tl.constexpr):"
+    here = ", here" if random else ""
+    yield f"def elements({values}{here}, inside, BY_HAND: tl.constexpr):"
     for load in kernel.loads:
         cast = f".to({wide})" if load.dtype != kernel.compute else ""
         yield f"    {load.buffer} = tl.load({load.buffer}_at, mask=inside){cast}"
     for line in kernel.body:
         yield f"    {line.name} = {_expression(line)}"
-    for store in kernel.stores:
+    if random:
+        low, high = RANDOM
+        yield f"    begin = {low}.to(tl.uint32) + ({high}.to(tl.uint32) << 16)"
+        yield "    at = begin + here.to(tl.uint32)"
+    for index, store in enumerate(kernel.stores):
         value = f"to_bf16({store.value}, BY_HAND)" if store.dtype == torch.bfloat16 else store.value
+        if store.random:
+            value = f"to_bf16_at_random({store.value}, at ^ {salt(index):#x})"
         yield f"    tl.store({store.buffer}_at, {value}, mask=inside)"
     yield "\n\n@triton.jit"
     yield f"def {kernel.name}("
@@ -109,11 +134,14 @@ def _lines(kernel: Kernel) -> Iterator[str]:
         address = f"tl.load(addresses + {index} * segments + segment)"
         yield f"    {buffer}_at = {address}.to({pointer})"
     yield "    if ALIGNED:"
-    for address in addresses:
-        yield f"        {address} = tl.multiple_of({address}, 16)"
+    # As many elements of every buffer at a time: of more of the narrower ones, values would have to
+    # change threads, through shared memory.
+    elements = 16 // max(dtype.itemsize for dtype in buffers.values())
+    for address, dtype in zip(addresses, buffers.values(), strict=True):
+        yield f"        {address} = tl.multiple_of({address}, {elements * dtype.itemsize})"
     for index, scalar in enumerate(kernel.scalars):
         yield f"    {scalar} = tl.load(scalars + segment * {len(kernel.scalars)} + {index})"
-    given = ", ".join([*(f"{address} + here" for address in addresses), *kernel.scalars])
+    given = ", ".join([*(f"{address} + here" for address in addresses), *kernel.scalars]) + here
     yield "    if first + BLOCK <= count:  # without a mask, every access is 16 bytes wide"
     yield f"        elements({given}, None, BY_HAND)"
     yield "    else:"

@@ -15,8 +15,8 @@
 
 The first: a parameter's gradient behind the products that pass the gradient on, as one of them is
 the last to read the parameter itself. The second: whatever is larger than the inputs that have to
-be kept for it, right in front of its first use; the first of a tied weight's two gradients, say. The third: what only names
-a mean that is returned, which would be awaited for it.
+be kept for it, right in front of its first use; the first of a tied weight's two gradients, say.
+The third: what only names a mean that is returned, which would be awaited for it.
 """
 
 from __future__ import annotations

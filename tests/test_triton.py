@@ -4,7 +4,6 @@ In a process with TRITON_INTERPRET=1 nothing compiles, so the interpreter runs i
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +12,13 @@ import pytest
 import torch
 from test_fused import OPTIMIZERS, train
 
+from benchmarks.kernels import TARGETS, compiled, facts
 from zcompile.codegen import build, triton
-from zcompile.codegen.kernel import Kernel, Line, Load, Store
+from zcompile.codegen.kernel import RANDOM, Kernel, Line, Load, Store
+from zcompile.fused import fuse
 
 pytest.importorskip("triton")
 
-TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 F32, BF16 = torch.float32, torch.bfloat16
 
 
@@ -35,10 +35,30 @@ def halves():
     return Kernel("halves", loads, (), body, stores, F32)
 
 
+def copied_kernel():
+    """AdamW with a bf16 gradient and a bf16 copy."""
+    param, low = torch.nn.Parameter(torch.ones(64)), torch.ones(64, dtype=BF16)
+    param.grad_dtype = BF16
+    optimizer = fuse(torch.optim.AdamW([param]), copies={param: low})
+    for _ in range(2):
+        param.grad = torch.ones(64, dtype=BF16)
+        optimizer.step()
+    return list(optimizer.step.fused.programs.values())[-1].kernel
+
+
+def at_random():
+    """The same, rounded at random."""
+    stores = (Store("x", "half", BF16, True), Store("y", "total", F32), Store("z", "x", BF16, True))
+    plain = halves()
+    return Kernel("at_random", plain.loads, RANDOM, plain.body, stores, F32)
+
+
 def run_by_the_interpreter():
     """In the process with TRITON_INTERPRET=1: the same values as by C++, for every optimizer."""
     counts = [5, 0, 1024, 1500]
-    found = [(name, k) for name in OPTIMIZERS for k in kernels(name)] + [("halves", halves())]
+    found = [(name, k) for name in OPTIMIZERS for k in kernels(name)] + [
+        ("halves", halves()), ("at random", at_random())
+    ]  # fmt: skip
     for name, kernel in found:
         torch.manual_seed(0)
         made = {b: [torch.rand(n).to(d) for n in counts] for b, d in kernel.buffers().items()}
@@ -46,6 +66,8 @@ def run_by_the_interpreter():
             special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 1e-40])
             made["y"][0].copy_(special)
         scalars = torch.rand(len(counts), len(kernel.scalars), dtype=torch.float64)
+        if set(RANDOM) <= set(kernel.scalars):
+            scalars = torch.randint(2**16, scalars.shape).double()
         results = []
         for run in (build.on_cpu(kernel), build.by_triton(kernel, torch.device("cpu"))):
             mine = {b: [t.clone() for t in tensors] for b, tensors in made.items()}
@@ -74,57 +96,46 @@ def test_values_by_the_interpreter():
     assert int(done.stdout.split()[-1]) > len(OPTIMIZERS)
 
 
-def compiled(kernel, target, aligned=True, warps=4):
-    import triton as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    scalars = "*fp64" if kernel.compute == torch.float64 else "*fp32"
-    signature = {
-        "addresses": "*i64", "counts": "*i64", "scalars": scalars, "segment_of": "*i32",
-        "first_of": "*i64", "segments": "i32", "BLOCK": "constexpr", "ALIGNED": "constexpr",
-        "BY_HAND": "constexpr",
-    }  # fmt: skip
-    constants = {"BLOCK": 1024, "ALIGNED": aligned, "BY_HAND": False}
-    source = ASTSource(build._jitted(kernel), signature, constants, attrs={})
-    return tl.compile(source, target=GPUTarget(*target), options={"num_warps": warps})
-
-
-def accesses(made):
-    """(wide, narrow): loads and stores of elements, of 16 bytes and of less."""
-    if "ptx" in made.asm:
-        text = made.asm["ptx"]
-        wide = re.findall(r"(?:ld|st)\.global[.\w]*\.v4\.b32", text)
-        masked = re.findall(r"@%p\d+ (?:ld|st)\.global[.\w]*\.b32", text)
-    else:
-        text = made.asm["amdgcn"]
-        wide = re.findall(r"global_(?:load|store)_dwordx4", text)
-        masked = re.findall(r"global_store_dword\b", text)
-    return len(wide), len(masked)
-
-
-def spilled(made):
-    if "ptx" in made.asm:
-        return ".local" in made.asm["ptx"]
-    return not re.search(r"vgpr_spill_count:\s*0\b", made.asm["amdgcn"])
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda t: str(t[1]))
+@pytest.mark.parametrize("target", TARGETS)
 def test_compiled_without_a_gpu(target):
-    kernel = kernels("adamw")[-1]
-    made = compiled(kernel, target)
-    wide, _ = accesses(made)
+    found = facts(compiled(kernels("adamw")[-1], target))
     # A block of 1024 on 128 threads: two accesses of four elements a thread and buffer (one of 8
     # on 256 lanes); AdamW loads four buffers and stores three.
-    assert wide >= 7, wide
-    assert made.metadata.shared == 0
-    assert not spilled(made)
+    assert found.wide >= 7, found
+    assert found.shared == 0 and not found.spills
+    # 65,536 registers then hold six blocks of 128 threads: loads enough in flight.
+    assert 16 < found.registers <= 80, found
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_rounding_at_random_compiles_without_a_gpu(target):
+    found = facts(compiled(at_random(), target))
+    assert found.wide >= 2 and found.shared == 0 and not found.spills
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_buffers_of_several_dtypes_share_nothing_between_threads(target):
+    kernel = copied_kernel()
+    assert kernel.bytes_per_element() == 28
+    found = facts(compiled(kernel, target))
+    # Parameter and two moments, read and written; gradient and copy are 8 bytes beside these 16.
+    assert found.wide >= 6 and found.shared == 0 and not found.spills, found
 
 
 def test_addresses_that_are_not_aligned_are_not_read_sixteen_bytes_at_a_time():
     """The control of the test above: without the hint, no access is wide."""
-    wide, _ = accesses(compiled(kernels("adamw")[-1], TARGETS[1], aligned=False))
-    assert wide == 0
+    assert facts(compiled(kernels("adamw")[-1], "sm_90", aligned=False)).wide == 0
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_kernel_of_many_values_spills(target):
+    """The control of `not spills`."""
+    loads = tuple(Load(f"x{i}", F32) for i in range(100))
+    body = tuple(Line(f"y{i}", "mul", (f"x{i}", f"x{99 - i}")) for i in range(100))
+    # A store may change what is loaded behind it, so every load comes first.
+    stores = tuple(Store(f"x{i}", f"y{i}", F32) for i in range(100))
+    found = facts(compiled(Kernel("many", loads, (), body, stores, F32), target))
+    assert found.spills, found
 
 
 def test_a_kernel_that_sums_would_use_shared_memory(tmp_path):
@@ -146,7 +157,7 @@ def test_a_kernel_that_sums_would_use_shared_memory(tmp_path):
     spec.loader.exec_module(module)
     made = tl.compile(
         ASTSource(module.total, {"x": "*fp32", "out": "*fp32"}, {}, attrs={}),
-        target=GPUTarget(*TARGETS[1]),
+        target=GPUTarget(*TARGETS["sm_90"]),
     )
     assert made.metadata.shared > 0
 
@@ -190,9 +201,9 @@ def halves(
     y_at = tl.load(addresses + 1 * segments + segment).to(tl.pointer_type(tl.float32))
     z_at = tl.load(addresses + 2 * segments + segment).to(tl.pointer_type(tl.bfloat16))
     if ALIGNED:
-        x_at = tl.multiple_of(x_at, 16)
+        x_at = tl.multiple_of(x_at, 8)
         y_at = tl.multiple_of(y_at, 16)
-        z_at = tl.multiple_of(z_at, 16)
+        z_at = tl.multiple_of(z_at, 8)
     if first + BLOCK <= count:  # without a mask, every access is 16 bytes wide
         elements(x_at + here, y_at + here, z_at + here, None, BY_HAND)
     else:

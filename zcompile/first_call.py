@@ -72,7 +72,11 @@ def watch(backend: Backend) -> None:
             modules, options = _called(frame, *call)
             shard_whole(modules, options)
             if options.optimizer is not None:
-                fuse(options.optimizer, dump=options.dump)
+                fuse(
+                    options.optimizer,
+                    stochastic_rounding=options.stochastic_rounding,
+                    dump=options.dump,
+                )
             seen.add(call[1])
 
     def compiling(_: Any) -> None:

@@ -23,7 +23,7 @@ from zcompile import dump as dumps
 from zcompile._torch import disable_dynamo, no_torch_function
 from zcompile.codegen import build
 from zcompile.codegen.elementwise import Scalars, split
-from zcompile.codegen.kernel import COPY, FACTOR, Kernel
+from zcompile.codegen.kernel import COPY, FACTOR, RANDOM, Kernel
 from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
 from zcompile.eligible import (
     attributes_of,
@@ -35,6 +35,7 @@ from zcompile.eligible import (
     signature_of,
 )
 from zcompile.errors import OptionError, ZeroWarning
+from zcompile.rounding import Rounding
 
 _SCALING = ("grad_scale", "found_inf")  # set by a GradScaler while it calls step
 
@@ -43,6 +44,7 @@ def fuse(
     optimizer: torch.optim.Optimizer,
     *,
     copies: Mapping[Tensor, Tensor] | None = None,
+    stochastic_rounding: bool = False,
     dump: str | None = None,
 ) -> torch.optim.Optimizer:
     """Make `optimizer.step` a fused kernel, in place. Returns the optimizer. Twice is once.
@@ -50,6 +52,9 @@ def fuse(
     copies: for master weights. Of some of its float32 parameters, a tensor of the same shape in
     bfloat16 or float16, into which each step also rounds the new value (to nearest even). It is
     written now, too. Such a parameter's gradient may be in that dtype, by `param.grad_dtype`.
+    stochastic_rounding: round what is kept in bfloat16, parameters and state, to either neighbour,
+    to each as often as the value is near it: for training without fp32 masters, where steps of
+    less than half a unit in the last place would be lost.
     dump: folder for the source of each kernel; default: $ZCOMPILE_DUMP.
 
     The update that the optimizer's class defines is traced, whatever the class: it has to treat
@@ -82,6 +87,8 @@ def fuse(
         hooked: Any = disable_dynamo(torch.optim.Optimizer.profile_hook_step(step))
         hooked.fused, hooked._wrapped_by_lr_sched = fused, True
         optimizer.step = types.MethodType(hooked, optimizer)
+    if stochastic_rounding:
+        optimizer.step.fused.round_at_random()
     optimizer.step.fused.write_into(dump or os.environ.get("ZCOMPILE_DUMP"))
     if len({id(copy) for copy in (copies or {}).values()}) < len(copies or {}):
         raise OptionError("fuse(copies=...) was given one tensor as the copy of two parameters")
@@ -110,6 +117,7 @@ class _Segment:
     update: Update
     program: Program
     copy: Tensor | None
+    number: int  # among the optimizer's parameters
 
 
 @dataclass
@@ -123,10 +131,16 @@ class _Fused:
     factor: float = 1.0  # of every gradient in the next step
     copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     folder: str | None = None  # for the kernels' source
+    rounding: Rounding | None = None
 
     def __post_init__(self) -> None:
         closure = inspect.signature(self.own).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+
+    def round_at_random(self) -> None:
+        if self.rounding is None:
+            self.rounding = Rounding()
+            self.updates.clear()
 
     def write_into(self, folder: str | None) -> None:
         self.folder = folder or self.folder
@@ -221,25 +235,28 @@ class _Fused:
         reasons: dict[str, int] = {}
         done: list[Tensor] = []
         attributes, why_not = attributes_of(optimizer)
+        number = 0
         for group in optimizer.param_groups:
             segments, reason = [], why_not
+            numbered = enumerate(group["params"], number)
+            number += len(group["params"])
             hyper = {name: value for name, (_, value) in numbers(group).items()}
             try:
                 shared = (attributes, signature_of(group))
             except NotElementwise as error:
                 shared, reason = ((), ()), str(error)
-            for param in group["params"]:
+            for index, param in numbered:
                 if param.grad is None or (only is not None and id(param) not in only):
                     continue
                 try:
                     if reason:
                         raise NotElementwise(reason)
-                    segments.append(self._segment(optimizer, group, hyper, shared, param))
+                    segments.append(self._segment(optimizer, group, hyper, shared, param, index))
                     done.append(param)
                 except NotElementwise as error:
                     reasons[str(error)] = reasons.get(str(error), 0) + 1
             for program, members in _by_program(segments):
-                _launch(program, members, hyper, group, optimizer.state, factor)
+                _launch(program, members, hyper, group, optimizer.state, factor, self.rounding)
         return done, reasons
 
     def _run_own(
@@ -248,7 +265,7 @@ class _Fused:
         if not self.warned:
             self.warned = True
             count = sum(reasons.values())
-            why = "; ".join(reasons)
+            why = "; ".join(reasons) + (", and rounds to nearest" if self.rounding else "")
             warnings.warn(
                 f"{type(optimizer).__name__} steps {count} of {count + len(done)} parameters "
                 f"itself, not fused: {why}",
@@ -278,9 +295,10 @@ class _Fused:
         hyper: Mapping[str, float],
         shared: Any,
         param: Tensor,
+        number: int,
     ) -> _Segment:
         """What steps a parameter. hyper: the group's floats; shared: what else of the optimizer and
-        the group an update depends on.
+        the group an update depends on; number: of the parameter among the optimizer's.
 
         Raises:
             NotElementwise: no kernel can.
@@ -298,7 +316,7 @@ class _Fused:
         known = self.updates.setdefault(signature, [])
         for update, program in known:
             if update.holds(values):
-                return _Segment(param, update, program, beside)
+                return _Segment(param, update, program, beside, number)
         try:
             if group.get("differentiable"):
                 raise NotElementwise("it is differentiable")
@@ -312,7 +330,7 @@ class _Fused:
             self.refused[signature] = str(error)
             raise
         known.append((update, program))
-        return _Segment(param, update, program, beside)
+        return _Segment(param, update, program, beside, number)
 
     def _program(
         self,
@@ -325,7 +343,9 @@ class _Fused:
         kind = type(optimizer)
         name = f"{kind.__name__.lower()}_step"
         about = (f"{kind.__module__}.{kind.__qualname__}, one step of every element",)
-        kernel, scalars = split(update, name, about, grad=grad, copy=copy)
+        kernel, scalars = split(
+            update, name, about, grad=grad, copy=copy, random=self.rounding is not None
+        )
         device = update.graph.graph.find_nodes(op="placeholder")[0].meta["val"].device
         key = (kernel, tuple((k, scalars.formula(k)) for k in scalars.state), device)
         if key not in self.programs:
@@ -389,6 +409,7 @@ def _launch(
     group: Mapping[str, Any],
     states: dict[Tensor, dict[str, Any]],
     factor: float,
+    rounding: Rounding | None,
 ) -> None:
     kernel, scalars = program.kernel, program.scalars
     given: dict[str, Any] = dict(hyper)
@@ -403,6 +424,10 @@ def _launch(
     table = table.expand(len(members), -1)
     if FACTOR in kernel.scalars:
         table = torch.cat([table, table.new_full((len(members), 1), factor)], 1)
+    if rounding is not None and RANDOM[0] in kernel.scalars:
+        pairs = zip(members, owned, strict=True)
+        begins = torch.tensor([rounding.begins(m.param, m.number, state) for m, state in pairs])
+        table = torch.cat([table, torch.stack([begins % 2**16, begins >> 16], 1)], 1)
     table = table.contiguous()
     tensors = [_tensors(program, m, state) for m, state in zip(members, owned, strict=True)]
     names = list(kernel.buffers())

@@ -148,6 +148,9 @@ class Options(BaseModel):
     optimizer: torch.optim.Optimizer | None = Field(
         None, description="Whose step becomes a fused kernel, as by zcompile.fuse(optimizer)."
     )
+    stochastic_rounding: bool = Field(
+        False, description="How that step rounds what is kept in bfloat16; see zcompile.fuse."
+    )
     step: str | None = Field(
         None, description="Which step takes the gradients; zcompile.compile_step sets it."
     )

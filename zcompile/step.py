@@ -72,7 +72,7 @@ def compile_step(
         model = model._orig_mod
     chosen = Options.parse(options)
     shard_whole([model], chosen)
-    fuse(optimizer, dump=chosen.dump)
+    fuse(optimizer, stochastic_rounding=chosen.stochastic_rounding, dump=chosen.dump)
     return Step(model, loss_fn, optimizer, accumulate, clip, scaler, dict(options or {}))
 
 
