@@ -83,9 +83,9 @@ def changed(plan, index, **fields):
 # Text
 
 TINY = """\
-graph     key       of              MB   sent  dtype  by                     issue  wait  release  exposed
-forward   gather.0  a.weight +1  4.000  3.000  bf16   p2p                    mm     mm_1  add         2.00
-backward  reduce.0  a.weight +1  8.000  6.000  fp32   reduce_scatter_tensor  mm_4   end   -           0.00
+graph     key       of              MB   sent  dtype  by                     issue  wait  release  exposed ms
+forward   gather.0  a.weight +1  4.000  3.000  bf16   p2p                    mm     mm_1  add            2.00
+backward  reduce.0  a.weight +1  8.000  6.000  fp32   reduce_scatter_tensor  mm_4   end   -              0.00
 
 residency  parameters    whole  at rest
 gathered            1  2.00 MB  2.00 MB
@@ -111,6 +111,18 @@ compute: a model of a CPU
 
 def test_text():
     assert text(tiny(), 110) == TINY
+
+
+def test_a_little_of_a_large_budget_is_seen():
+    plan = dataclasses.replace(tiny(), budget=10_000)
+    (memory,) = [line for line in text(plan, 110).splitlines() if line.startswith("memory ")]
+    assert set(memory.removeprefix("memory").strip()) == {"▁"}
+
+
+def test_a_plan_is_one_line_in_a_debugger():
+    assert repr(tiny()) == (
+        "<plan of tiny: 2 ranks of CPU, 2 collectives, simulated step 10.00 ms, peak 0.0 MB>"
+    )
 
 
 def test_text_is_as_wide_as_it_may_be_and_keeps_every_figure():

@@ -83,6 +83,15 @@ def wrong_state(rank, world):
         zcompile.ZeroError, match="saved optimizer has 4 parameters, this one has 5"
     ):
         zcompile.load_full_state_dict(model, full, optimizer)
+    foreign = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    for refuse in (
+        lambda: zcompile.full_state_dict(model, foreign),
+        lambda: zcompile.load_full_state_dict(model, full, foreign),
+    ):
+        with pytest.raises(
+            zcompile.ZeroError, match="SGD that was given holds 2 parameters, and none"
+        ):
+            refuse()
 
 
 def test_a_state_of_another_kind_is_refused(ranks):

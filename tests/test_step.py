@@ -1,8 +1,10 @@
 """compile_step: the same training as the plain loop, with gradients that are never all alive."""
 
 import copy
+import json
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,6 +178,31 @@ def test_a_gradient_is_freed_by_its_update(ranks, world):
         assert peak <= 2 * all_of_them / 6, "one, and the next that is being received"
     for peak, all_of_them in ranks(gradients_alive, 2, world=world):
         assert peak >= all_of_them, "control: those of an earlier micro-batch are kept"
+
+
+def planned_gradients(rank, world, stage, accumulate, folder):
+    """Bytes of gradients that the plan counts at least, and those of a rank's shards."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(4)))
+    optimizer = optim.AdamW(model.parameters())
+    opts = {**options(stage), "dump": f"{folder}/{stage}-{accumulate}"}
+    step = compile_step(
+        model, lambda y, _: y.square().mean(), optimizer, accumulate=accumulate, options=opts
+    )
+    step(torch.ones(4, 32), None)
+    least = []
+    for plan in Path(opts["dump"], f"rank{rank}").rglob("plan.json"):
+        curves = json.loads(plan.read_text())["timeline"]["memory"]["values"]
+        least.append(min(curves["gradients"]))
+    return min(least), sum(p.to_local().numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_plan_counts_what_earlier_micro_batches_leave(ranks, stage, tmp_path):
+    for least, _ in ranks(planned_gradients, stage, 1, str(tmp_path), world=2):
+        assert least == 0
+    for least, shards in ranks(planned_gradients, stage, 2, str(tmp_path), world=2):
+        assert least == (2 * shards if stage == 1 else shards), "whole until the last, or a shard"
 
 
 def rates(rank, world):

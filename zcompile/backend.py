@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -207,6 +207,8 @@ class Build:
         assert self.group is not None
         known = machine.of(self.group)
         rest = machine.at_rest(self.group, self.params)
+        if self.options.step is not None:
+            rest = replace(rest, gradients=updates.find(self.options.step).held())
         return planning.Setting(
             options=self.options,
             world=self.group.world,

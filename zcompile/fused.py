@@ -47,7 +47,8 @@ def fuse(
     stochastic_rounding: bool = False,
     dump: str | None = None,
 ) -> torch.optim.Optimizer:
-    """Make `optimizer.step` a fused kernel, in place. Returns the optimizer. Twice is once.
+    """Make `optimizer.step` a fused kernel, in place. Returns the optimizer. Twice is once. A copy
+    or a pickle of it is not fused: torch's optimizers carry groups and state over, and no more.
 
     copies: for master weights. Of some of its float32 parameters, a tensor of the same shape in
     bfloat16 or float16, into which each step also rounds the new value (to nearest even). It is

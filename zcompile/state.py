@@ -34,7 +34,12 @@ def full_state_dict(
         optimizer: also return its state; the result is then {"model": ..., "optimizer": ...}.
         rank0_only: the other ranks take part and return no tensors: {}, or with an optimizer
             {"model": {}, "optimizer": {}}. Rank 0 is the job's, also on a mesh of fewer ranks.
+
+    Raises:
+        ZeroError: the optimizer holds none of the model's parameters.
     """
+    if optimizer is not None:
+        _check_owner(model, optimizer)
     keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     state = {}
     for key, value in _plain(model).state_dict().items():
@@ -63,10 +68,12 @@ def load_full_state_dict(
 
     Raises:
         RuntimeError: keys or shapes differ, in PyTorch's words.
-        ZeroError: an optimizer was given and the state has none, or its groups differ.
+        ZeroError: an optimizer was given that holds none of the model's parameters, or the state
+            has none, or its groups differ.
     """
     if optimizer is None:
         return _plain(model).load_state_dict(dict(state), strict=strict)
+    _check_owner(model, optimizer)
     if set(state) != {"model", "optimizer"}:
         raise ZeroError(
             "an optimizer was given, so the state must be {'model': ..., 'optimizer': ...} as "
@@ -79,6 +86,16 @@ def load_full_state_dict(
 
 def _plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
+
+
+def _check_owner(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    theirs = [p for group in optimizer.param_groups for p in group["params"]]
+    ours = {id(p) for p in _plain(model).parameters()}
+    if theirs and not any(id(p) in ours for p in theirs):
+        raise ZeroError(
+            f"the {type(optimizer).__name__} that was given holds {len(theirs)} parameters, and "
+            f"none of them is one of this {type(_plain(model)).__name__}'s"
+        )
 
 
 def _whole(value: Any, keep: bool, device: torch.device | str, what: str) -> Any:

@@ -13,12 +13,14 @@ the factor goes into the same pass over memory as the update.
 from __future__ import annotations
 
 import contextlib
+import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -142,6 +144,18 @@ class Step:
             if isinstance(p, ZeroParameter) and self.params.get(p.spec.name) is not p
         }
         return {n: b for n, b in (self.moved or {}).items() if n not in others}
+
+    def held(self) -> int:
+        if self.accumulate == 1:
+            return 0
+        total = 0
+        for param in self.params.values():
+            spec = param.spec
+            if self.stage == 1:  # whole, until the last micro-batch
+                total += math.prod(spec.shape) * spec.reduce_dtype.itemsize
+            else:
+                total += held_elements(spec, comm.find(spec.group).world) * param.dtype.itemsize
+        return total
 
     def begin(self) -> None:
         self.forwards += 1
@@ -384,13 +398,17 @@ def _norm(params: Mapping[str, ZeroParameter], grads: Mapping[str, Tensor]) -> f
     """The norm of all gradients together, the same on every rank; not finite where one of them is
     not. In two stages, both in a fixed order: the squares of each shard, then those of all."""
     group = _group(params)
-    total, first = 0.0, group is None or group.rank == 0
-    for name in params:
-        # A replicated gradient is the same on all ranks: it is counted on the first.
-        counts = name in grads and (params[name].spec.sharded or first)
-        if counts and grads[name].numel():
-            norm = torch.linalg.vector_norm(grads[name], dtype=torch.float64)
-            total += float(norm) ** 2
+    first = group is None or group.rank == 0
+    # A replicated gradient is the same on all ranks: it is counted on the first.
+    mine = [
+        torch.linalg.vector_norm(grads[name], dtype=torch.float64)
+        for name, param in params.items()
+        if name in grads and (param.spec.sharded or first)
+    ]
+    device = next((grad.device for grad in grads.values()), None)
+    total = torch.stack(mine).square().sum() if mine else torch.zeros((), dtype=torch.float64)
     if group is not None and group.pg is not None:
-        total = sum(comm.everyone(total, group.pg))
-    return total**0.5
+        every = [torch.empty_like(total, device=device) for _ in range(group.world)]
+        dist.all_gather(every, total.to(device), group=group.pg)
+        total = torch.stack(every).sum()
+    return float(total.sqrt())  # the only time that the host waits for the device

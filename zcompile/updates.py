@@ -23,6 +23,10 @@ class Receiver(Protocol):
         name, and the bytes that each update reads and writes."""
         ...
 
+    def held(self) -> int:
+        """Bytes of gradients that a rank keeps from one micro-batch to the next."""
+        ...
+
     def begin(self) -> None:
         """A forward graph whose backward graph will hand over gradients is about to run."""
         ...
@@ -41,6 +45,9 @@ class Nobody:
 
     def updated(self, params: Tensors) -> Mapping[str, int]:
         return {}
+
+    def held(self) -> int:
+        return 0
 
     def begin(self) -> None:
         pass

@@ -149,8 +149,10 @@ def _parameters(sim: Simulator, found: Found, free: bool) -> Iterable[Parameter]
 
 
 def _kept_reason(sim: Simulator, found: Found, name: str, free: bool) -> str:
-    if name not in sim.pairs or not free:
+    if not free:
         return "the stage keeps gathered parameters for backward"
+    if name not in sim.pairs:
+        return "within the budget: saves a gather in backward"
     forward, backward = sim.pairs[name]
     wire = sim.price(Bucket("all-gather", 0, (backward,), 0, 0))[1]
     size = sim.step.gathers[forward].bytes

@@ -134,7 +134,7 @@ class Timeline:
     memory: Memory = field(default_factory=lambda: Memory((), {}))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The communication of one step. budget: bytes a rank may use, None where none was stated.
     costs: one line each on what the times come from (device, links, measured or not)."""
@@ -150,6 +150,16 @@ class Plan:
     costs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     fingerprint: str = ""  # of the graphs that it was made for
+
+    def __repr__(self) -> str:
+        """In one line; zcompile.show.text.text(plan) and to_json() say everything."""
+        said = f"{self.world} ranks of {self.device}, {len(self.collectives)} collectives"
+        if self.timeline is not None:
+            seconds, peak = self.timeline.seconds, self.timeline.peak_bytes
+            said += (
+                f", {self.timeline.source} step {seconds * 1e3:.2f} ms, peak {peak / 1e6:.1f} MB"
+            )
+        return f"<plan of {self.name}: {said}>"
 
     def of(self, graph: str) -> tuple[Collective, ...]:
         return tuple(row for row in self.collectives if row.graph == graph)

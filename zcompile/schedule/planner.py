@@ -251,6 +251,7 @@ def _does_not_fit(sim: Simulator, leanest: Schedule, roof: int) -> BudgetError:
         (rest.parameters, "parameters at rest"),
         (rest.optimizer, "optimizer state"),
         (rest.activations, "inputs and buffers"),
+        (rest.gradients, "gradients of earlier micro-batches"),
     ]
     parts += [(int(c[slot]), name) for name, c in sim.base_by_category.items()]
     for bucket in leanest.buckets:

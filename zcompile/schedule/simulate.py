@@ -72,14 +72,16 @@ class Replay:
 
 @dataclass(frozen=True)
 class AtRest:
-    """Bytes that a rank holds throughout: its shards, its optimizer's state, what else is there."""
+    """Bytes that a rank holds throughout: its shards, its optimizer's state, what else is there,
+    and gradients of earlier micro-batches."""
 
     parameters: int = 0
     optimizer: int = 0
     activations: int = 0
+    gradients: int = 0
 
     def total(self) -> int:
-        return self.parameters + self.optimizer + self.activations
+        return self.parameters + self.optimizer + self.activations + self.gradients
 
 
 class Simulator:
@@ -423,6 +425,7 @@ class Simulator:
         rest = self.at_rest
         curves["parameters"] = np.full(slots, rest.parameters)
         curves["optimizer"] = np.full(slots, rest.optimizer)
+        curves["gradients"] = curves["gradients"] + rest.gradients
         curves["activations"] = (
             curves.get("activations", np.zeros(slots, np.int64)) + rest.activations
         )

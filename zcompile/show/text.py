@@ -112,9 +112,8 @@ def _curve(plan: Plan, timeline: Timeline, columns: int) -> Text:
     line = Text("memory".ljust(_LABEL))
     for size in highest:
         over = plan.budget is not None and size > plan.budget
-        line.append(
-            _BARS[round(share(size, top) * (len(_BARS) - 1))], style="red" if over else "cyan"
-        )
+        bar = max(round(share(size, top) * (len(_BARS) - 1)), size > 0)  # never nothing for some
+        line.append(_BARS[bar], style="red" if over else "cyan")
     return line
 
 
@@ -126,7 +125,7 @@ def _grid(head: Sequence[str], right: Iterable[str] = ()) -> Table:
 
 
 def _collectives(plan: Plan, width: int) -> Table:
-    """In order of issue. MB: of whole values; exposed: ms that the step is longer for it. Where
+    """In order of issue. MB: of whole values; exposed: how much longer the step is for it. Where
     there is no room for names, they lose their middle, and under 100 columns two columns go."""
     head = [
         "graph",
@@ -139,7 +138,7 @@ def _collectives(plan: Plan, width: int) -> Table:
         "issue",
         "wait",
         "release",
-        "exposed",
+        "exposed ms",
     ]
     rows, before = [], ""
     for row in plan.collectives:
@@ -160,13 +159,13 @@ def _collectives(plan: Plan, width: int) -> Table:
         )
         before = row.graph
     gone = {"by", "release"} if width < _NARROW else set()
-    gone |= set() if plan.timeline else {"exposed"}
+    gone |= set() if plan.timeline else {"exposed ms"}
     shown = [index for index, name in enumerate(head) if name not in gone]
     widths = {i: max(len(head[i]), *(len(row[i]) for row in rows), 0) for i in shown}
     named = [i for i in shown if head[i] in ("of", "by", "issue", "wait", "release")]
     room = width - 2 * (len(shown) - 1) - sum(w for i, w in widths.items() if i not in named)
     widths |= dict(zip(named, _fit([widths[i] for i in named], room)))
-    table = _grid([head[i] for i in shown], {"MB", "sent", "exposed"})
+    table = _grid([head[i] for i in shown], {"MB", "sent", "exposed ms"})
     for row_cells, row in zip(rows, plan.collectives):
         cells = [Text(_shorten(row_cells[i], widths[i])) for i in shown]
         if plan.timeline:
