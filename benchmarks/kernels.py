@@ -1,10 +1,10 @@
 """What compilers make of the optimizers' kernels for GPUs that need not be there.
 
-    python benchmarks/kernels.py --optimizers adamw,sgd,rmsprop
+    python benchmarks/kernels.py
 
 Each kernel is compiled for every architecture below, and what came out is counted: accesses of 16
-bytes and narrower ones, registers a thread, shared memory, spills. Needs Triton, and no GPU. Writes
-benchmarks/results/kernels.json.
+bytes and narrower ones, registers a thread, shared memory, spills. Needs Triton, and no GPU. A run
+of all of them writes benchmarks/results/kernels.json.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """wide: loads and stores of 16 bytes; masked: narrower ones, at a segment's end; registers: a
-    thread's, of 32 bits; shared: bytes."""
+    """wide: loads and stores of 16 bytes; narrow: all others, those of the tables and of a
+    segment's end among them; registers: a thread's, of 32 bits; shared: bytes."""
 
     wide: int
-    masked: int
+    narrow: int
     registers: int
     shared: int
     spills: bool
@@ -63,8 +63,8 @@ def compiled(kernel: Kernel, target: str, aligned: bool = True, warps: int = 4) 
         "first_of": "*i64", "segments": "i32", "BLOCK": "constexpr", "ALIGNED": "constexpr",
         "BY_HAND": "constexpr",
     }  # fmt: skip
-    constants = {"BLOCK": 1024, "ALIGNED": aligned, "BY_HAND": False}
-    source = ASTSource(build._jitted(kernel), signature, constants, attrs={})
+    constants = {"BLOCK": build.BLOCK, "ALIGNED": aligned, "BY_HAND": False}
+    source = ASTSource(build.jitted(kernel), signature, constants, attrs={})
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options={"num_warps": warps})
 
 
@@ -75,7 +75,7 @@ def facts(made: Any) -> Facts:
         usage = _usage(made.asm["cubin"])
         return Facts(
             wide=len(re.findall(r"(?:ld|st)\.global[.\w]*\.v4\.b32", text)),
-            masked=len(re.findall(r"@%p\d+ (?:ld|st)\.global[.\w]*\.b32", text)),
+            narrow=len(re.findall(r"(?:ld|st)\.global(?!\S*v4)[.\w]*\.(?:b|u|f)\d+", text)),
             registers=usage["REG"],
             shared=max(made.metadata.shared, usage["SHARED"]),
             spills=bool(usage["LOCAL"] or usage["STACK"]),
@@ -84,7 +84,7 @@ def facts(made: Any) -> Facts:
     count = lambda name: int(re.findall(rf"{name}:\s*(\d+)", text)[-1])
     return Facts(
         wide=len(re.findall(r"global_(?:load|store)_dwordx4", text)),
-        masked=len(re.findall(r"global_store_dword\b", text)),
+        narrow=len(re.findall(r"global_(?:load|store)_(?!dwordx4)\w+", text)),
         registers=count(r"\.vgpr_count"),
         shared=made.metadata.shared,
         spills=count(r"\.vgpr_spill_count") > 0,
@@ -106,12 +106,17 @@ def _usage(cubin: bytes) -> dict[str, int]:
     }
 
 
-def kernel_of(name: str) -> Kernel:
-    """The kernel of an optimizer's second step, when its state is there."""
+def kernel_of(name: str, copied: bool = False) -> Kernel:
+    """The kernel of an optimizer's second step, when its state is there. copied: with a bfloat16
+    gradient, and a bfloat16 copy of the new parameter."""
     param = torch.nn.Parameter(torch.ones(64))
     optimizer = fuse(OPTIMIZERS[name]([param]))
+    dtype = torch.bfloat16 if copied else torch.float32
+    if copied:
+        fuse(optimizer, copies={param: param.detach().to(dtype)})
+        param.grad_dtype = dtype
     for _ in range(2):
-        param.grad = torch.ones_like(param)
+        param.grad = torch.ones_like(param, dtype=dtype)
         optimizer.step()
     made: Kernel = list(optimizer.step.fused.programs.values())[-1].kernel
     return made
@@ -125,8 +130,9 @@ def main() -> None:
     for head in ("", "", "16-byte accesses", "registers", "shared bytes", "spills"):
         table.add_column(head, justify="left" if not head else "right")
     record = {}
-    for name in names:
-        kernel = kernel_of(name)
+    kernels = {name: kernel_of(name) for name in names}
+    kernels |= {f"{name}, bf16 copy": kernel_of(name, copied=True) for name in names}
+    for name, kernel in kernels.items():
         for target in TARGETS:
             found = facts(compiled(kernel, target))
             record[f"{name} {target}"] = asdict(found)
@@ -138,7 +144,8 @@ def main() -> None:
     import triton
 
     record["triton"] = triton.__version__
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    if set(names) >= set(OPTIMIZERS):
+        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

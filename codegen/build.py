@@ -36,6 +36,8 @@ def source(kernel: Kernel, device: torch.device) -> tuple[str, str]:
     return text, f"{kernel.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.{suffix}"
 
 
+BLOCK = 1024  # elements of a Triton program
+
 # Inductor writes vectors out by hand, so it switches off what turns a loop into them: even `omp
 # simd` does nothing then, and a square root that may set errno stays a call. It lets the sign of a
 # zero go, which an optimizer's own step keeps.
@@ -75,13 +77,12 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
         CannotBuild: Triton is not installed, or has no word for an operation.
     """
     try:
-        function = _jitted(kernel)
+        function = jitted(kernel)
     except (ImportError, NotElementwise) as error:
         raise CannotBuild(str(error)) from error
-    block = 1024
 
     def run(addresses: torch.Tensor, counts: torch.Tensor, scalars: torch.Tensor) -> None:
-        segments, firsts = programs(counts, block)
+        segments, firsts = programs(counts, BLOCK)
         if not len(segments):
             return
         there = lambda values, dtype: values.to(device, dtype, non_blocking=True)
@@ -94,7 +95,7 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
                 there(segments, torch.int32),
                 there(firsts, torch.int64),
                 len(counts),
-                BLOCK=block,
+                BLOCK=BLOCK,
                 ALIGNED=not (addresses % 16).any().item(),
                 BY_HAND=on_cpu,
             )
@@ -110,7 +111,7 @@ def programs(counts: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tens
     return segments, (torch.arange(len(segments)) - before[segments]) * block
 
 
-def _jitted(kernel: Kernel) -> Any:
+def jitted(kernel: Kernel) -> Any:
     """The function of a kernel's Triton source, which is kept as a file: Triton reads it."""
     text, file = source(kernel, torch.device("cuda"))
     path = cache.folder() / "kernels" / file

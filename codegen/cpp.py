@@ -102,7 +102,7 @@ extern "C" void {name}(void* const* addresses, const int64_t* counts, const doub
                        int64_t segments, int threads) {{
   int64_t total = 0;
   for (int64_t s = 0; s < segments; ++s) total += counts[s];
-  // Each thread takes one share of all elements, in whole cache lines.
+  // Each thread takes one share of all elements, in multiples of a vector.
   const int64_t share = ((total + threads - 1) / threads + 15) / 16 * 16;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int thread = 0; thread < threads; ++thread) {{

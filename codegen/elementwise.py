@@ -100,6 +100,9 @@ class _Splitter:
         self.truths: set[str] = set()
         self.lines: dict[tuple[str, tuple[Operand, ...]], str] = {}
         self.scalars: dict[fx.Node, str] = {}
+        # A user's state and hyperparameters may share names, such as `momentum`.
+        buffers = {_buffer(key) for key in (*self.inputs, *update.results()) if "hyper." not in key}
+        self.taken = {*buffers, COPY, FACTOR, *RANDOM}
 
     def split(
         self,
@@ -195,7 +198,11 @@ class _Splitter:
             if value not in self.scalars:
                 computed = sum("input" not in node.meta for node in self.scalars)
                 name = value.meta.get("input", f"hyper.s{computed + 1}")
-                self.scalars[value] = name.split(".", 1)[1].replace(".", "_")
+                name = name.split(".", 1)[1].replace(".", "_")
+                while name in self.taken:
+                    name = f"hyper_{name}"
+                self.taken.add(name)
+                self.scalars[value] = name
             return self.scalars[value]
         if isinstance(value, (bool, int, float)):
             return float(value)
@@ -204,9 +211,8 @@ class _Splitter:
     def line(self, op: str, *args: Any) -> str:
         key = op, tuple(self.operand(a) for a in args)
         if key not in self.lines:
-            self.lines[key] = f"{op}_{sum(o == op for o, _ in self.lines) + 1}".replace(
-                "not_", "n_"
-            )
+            name = f"{op}_{sum(o == op for o, _ in self.lines) + 1}"
+            self.lines[key] = name.replace("not_", "n_")  # which C++ knows as an operator
             if OPS[op] == "?":
                 self.truths.add(self.lines[key])
         return self.lines[key]
@@ -378,7 +384,7 @@ def _call(node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if isinstance(target, OpOverload):
         kind = target.overloadpacket.__name__
         if kind in ("full", "scalar_tensor"):
-            return float(args[-1])
+            return args[-1]
         if kind in _CASTS or _RULES.get(kind) is _same or kind == "_local_scalar_dense":
             dtype = node.meta["val"].dtype if isinstance(node.meta["val"], Tensor) else None
             if dtype is not None and not dtype.is_floating_point:
@@ -426,6 +432,9 @@ def _formula(value: Any, outermost: bool = False) -> str:
     args = list(value.args)
     if name == "rsub":
         name, args = "sub", args[::-1]
+    dtype = getattr(value.meta.get("val"), "dtype", None)
+    if name == "_to_copy" and dtype is not None and not dtype.is_floating_point:
+        return f"{str(dtype).removeprefix('torch.')}({_formula(args[0], True)})"
     if name in ("_to_copy", "clone", "detach", "float", "alias", "lift_fresh_copy"):
         return _formula(args[0], outermost)
     if name in ("full", "scalar_tensor"):
@@ -435,4 +444,6 @@ def _formula(value: Any, outermost: bool = False) -> str:
         return text if outermost else f"({text})"
     if name == "neg":
         return f"-{_formula(args[0])}"
-    return f"{name}({', '.join(_formula(a, True) for a in args)})"
+    said = [_formula(arg, True) for arg in args]
+    said += [f"{k}={_formula(v, True)}" for k, v in value.kwargs.items() if k not in _SAYS_WHERE]
+    return f"{name}({', '.join(said)})"

@@ -90,6 +90,8 @@ class Kernel:
 
     def __post_init__(self) -> None:
         known = {load.buffer for load in self.loads} | set(self.scalars)
+        if both := set(self.buffers()) & set(self.scalars):
+            raise ValueError(f"both a buffer and a scalar: {sorted(both)}")
         for line in self.body:
             if line.op not in OPS:
                 raise ValueError(f"{line}: no such operation")

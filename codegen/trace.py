@@ -7,6 +7,7 @@ step count) are symbols: their values are the graph's inputs, and a branch taken
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -243,7 +244,9 @@ def _run(
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, name, OrderedDict())
     attributes = {k: v for k, v in vars(twin).items() if k not in ("state", "param_groups")}
-    with torch.no_grad(), mock.patch.object(torch, "tensor", _tensor):
+    tensor, sqrt = (mock.patch.object(torch, "tensor", _tensor),
+                    mock.patch.object(math, "sqrt", _sqrt))  # fmt: skip
+    with torch.no_grad(), tensor, sqrt:
         own_step(type(optimizer))(twin)
     for key, value in vars(twin).items():
         if key in ("state", "param_groups"):
@@ -274,6 +277,14 @@ def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
     if type(data) in (int, float) and not args and kwargs.keys() <= {"dtype", "device"}:
         return torch.full((), data, **kwargs)
     return _original_tensor(data, *args, **kwargs)
+
+
+_original_sqrt = math.sqrt
+
+
+def _sqrt(x: Any) -> Any:
+    """math.sqrt, but of a symbol: it would become the number that it stands for now."""
+    return torch.sym_sqrt(x) if isinstance(x, (torch.SymInt, torch.SymFloat)) else _original_sqrt(x)
 
 
 def own_step(kind: type[Any]) -> Callable[..., Any]:

@@ -396,10 +396,11 @@ def _stored(gm: fx.GraphModule) -> set[fx.Node]:
     wanted: set[fx.Node] = set()  # read by something that needs memory
     for node in reversed(list(gm.graph.nodes)):
         loop = _is_fused(node)
+        joins = node.target is _aten.cat.default  # what it reads may be computed in place
         view = node.op == "call_function" and any(is_view(node, n) for n in node.all_input_nodes)
         if node.op == "call_function" and not view and (not loop or node in wanted):
             kept.add(node)
-        needs = node.op == "output" or node.target in _DIALECT or not (loop or view)
+        needs = node.op == "output" or node.target in _DIALECT or not (loop or view or joins)
         for source in node.all_input_nodes:
             if needs or (view and node in wanted):
                 wanted.add(source)
@@ -410,7 +411,22 @@ def _is_fused(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return False
+    if target is _aten.cat.default:
+        # Inductor copies what lies in memory into one, unless loops are all that reads it.
+        return _read_by_loops(node) or all(_is_loop(n) for n in node.all_input_nodes)
     return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
+
+
+def _read_by_loops(node: fx.Node) -> bool:
+    for user in node.users:
+        same = user.op == "call_function" and is_view(user, node)
+        if not (_read_by_loops(user) if same else _is_loop(user)):
+            return False
+    return True
+
+
+def _is_loop(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def flops(node: fx.Node) -> float:

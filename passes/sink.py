@@ -16,7 +16,8 @@
 The first: a parameter's gradient behind the products that pass the gradient on, as one of them is
 the last to read the parameter itself. The second: whatever is larger than the inputs that have to
 be kept for it, right in front of its first use; the first of a tied weight's two gradients, say.
-The third: what only names a mean that is returned, which would be awaited for it.
+The third: what only names a mean that is returned, which would be awaited for it. A product that is
+added to something comes to its sum, where Inductor computes both as one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Sink:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for node in reversed(list(gm.graph.nodes)):
-            if _moves(node):
+            if _becomes_addmm(node):
+                next(iter(node.users)).prepend(node)
+            elif _moves(node):
                 _to_first_use(node)
         _behind_products(gm.graph)
         _views_of_means(gm.graph)
@@ -62,6 +65,15 @@ def _moves(node: fx.Node) -> bool:
         return False
     single = isinstance(node.meta.get("val"), torch.Tensor)
     return single and not any(is_view(node, n) for n in node.all_input_nodes)
+
+
+def _becomes_addmm(node: fx.Node) -> bool:
+    """Whether Inductor makes one operation of a product and the sum that alone reads it. It stands
+    where the sum does, and what the product reads is kept until then: a plan has to know."""
+    if node.target is not torch.ops.aten.mm.default or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    return user.target is torch.ops.aten.add.Tensor and len(user.all_input_nodes) == 2
 
 
 def _to_first_use(node: fx.Node) -> None:

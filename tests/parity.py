@@ -96,6 +96,11 @@ def every_stage(
         check(rank, world, make, loss, options(stage), **(more or {}))
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of 16-bit floats: NaNs and zeros have to be the same ones, too."""
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
 def close(a: Any, b: Any, tolerance: float, what: str) -> None:
     torch.testing.assert_close(
         whole(a).detach(),

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from parity import close, compare_state, options, whole
+from parity import close, compare_state, options, same_bits, whole
 from test_fused import OPTIMIZERS, Normed, compare, parameters, train
 from torch import nn, optim
 
@@ -13,10 +13,6 @@ from zcompile import OptionError, ZeroError, ZeroWarning, copies, fuse
 from zcompile.codegen.kernel import COPY
 
 BF16 = torch.bfloat16
-
-
-def same_bits(ours, theirs):
-    return torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
 
 
 def test_a_copy_is_made_anew_when_asked_and_goes_with_its_shard():

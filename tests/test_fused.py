@@ -5,6 +5,7 @@ operation by 2^-24 relative to its result; over STEPS steps a value gathers some
 1e-6 of the largest value of its tensor, or of the gradients, which are of order one and cancel.
 """
 
+import math
 import warnings
 import weakref
 
@@ -16,7 +17,7 @@ from torch import nn, optim
 from benchmarks.elementwise import OPTIMIZERS
 from zcompile.codegen import build
 from zcompile.errors import OptionError, ZeroWarning
-from zcompile.fused import fuse
+from zcompile.fused import MOST_CASES, fuse
 
 STEPS = 12
 SHAPES = [(3, 5), (7,), (), (0,), (1,), (130, 33)]
@@ -276,6 +277,104 @@ def test_what_a_kernel_would_miss_runs_as_it_is(rule, why):
     with pytest.warns(ZeroWarning, match=why):
         ours = train(make)
     compare(ours, train(make, fused=False), tolerance=0)
+
+
+class SameNames(optim.Optimizer):
+    """Its state has the names of hyperparameters, of a gradient, and of a count in its group."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9, "step": 0.25})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                for name in ("momentum", "lr"):
+                    state.setdefault(name, torch.zeros_like(p))
+                state["step"] = state.get("step", 0) + 1
+                state["momentum"].mul_(group["momentum"]).add_(p.grad)
+                state["lr"].add_(p.grad, alpha=group["lr"])
+                p.sub_(state["momentum"], alpha=group["lr"] * group["step"])
+                p.add_(state["lr"], alpha=0.01 * state["step"])
+
+
+def test_a_state_and_a_hyperparameter_of_one_name_are_two():
+    compare(train(SameNames), train(SameNames, dtype=torch.float64, fused=False))
+
+
+def adam_by_hand(root):
+    """An Adam with counts that are Python numbers, whose root is `root`."""
+
+    def rule(optimizer, group, p, state):
+        if not state:
+            state["count"], state["mean"], state["square"] = 0, torch.zeros_like(p), p * 0
+        state["count"] += 1
+        state["mean"].lerp_(p.grad, 0.1)
+        state["square"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+        size = group["lr"] * root(1 - 0.99 ** state["count"]) / (1 - 0.9 ** state["count"])
+        p.addcdiv_(state["mean"], state["square"].sqrt().add_(1e-8), value=-size)
+
+    return rule
+
+
+def test_a_root_of_a_count_is_one_kernel_for_every_count():
+    make = lambda params: ByRule(params, adam_by_hand(lambda x: math.sqrt(x)))
+    _, optimizer = ours = train(make, steps=20)
+    compare(ours, train(make, steps=20, dtype=torch.float64, fused=False))
+    assert len(optimizer.step.fused.programs) <= 4, "with and without a state; two shapes of those"
+
+
+def test_a_step_that_is_another_for_every_count_stops_being_compiled():
+    root = math.sqrt  # what no tracer sees
+    make = lambda params: ByRule(params, adam_by_hand(root))
+    with pytest.warns(ZeroWarning, match=r"another step for every value of state\.count"):
+        _, optimizer = ours = train(make, steps=20)
+    compare(ours, train(make, steps=20, dtype=torch.float64, fused=False))
+    assert len(optimizer.step.fused.programs) <= 4 * MOST_CASES
+
+
+def test_a_count_that_becomes_a_tensor_is_one_for_each_parameter():
+    def rule(optimizer, group, p, state):
+        state["count"] = state.get("count", 0) + 1
+        p.sub_(p.grad * torch.full((), state["count"]), alpha=group["lr"])
+
+    make = lambda params: ByRule(params, rule)
+    compare(train(make), train(make, dtype=torch.float64, fused=False))
+
+
+def test_groups_that_branch_otherwise_move_other_bytes():
+    with_it, without = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    groups = [{"params": [with_it], "momentum": 0.9}, {"params": [without], "momentum": 0.0}]
+    optimizer = fuse(optim.SGD(groups, lr=0.1))
+    moved = [optimizer.step.fused.bytes_moved(optimizer, g, g["params"][0])
+             for g in optimizer.param_groups]  # fmt: skip
+    assert moved == [20, 12]
+
+
+def test_a_step_that_was_replaced_takes_no_more_requests():
+    p = nn.Parameter(torch.ones(4))
+    optimizer = optim.SGD([p], lr=0.1)
+    optimizer.step = lambda: None
+    with pytest.warns(ZeroWarning, match="was replaced on this object and stays"):
+        fuse(optimizer)
+    with pytest.raises(OptionError, match="stochastic_rounding would have no effect"):
+        fuse(optimizer, stochastic_rounding=True)
+    with pytest.raises(OptionError, match="copies would have no effect"):
+        fuse(optimizer, copies={p: torch.ones(4, dtype=torch.bfloat16)})
+
+
+def test_a_compiled_step_takes_options(tmp_path):
+    p = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+    optimizer = optim.SGD([p], lr=2.0**-13)
+    options = {"stochastic_rounding": True, "dump": str(tmp_path)}
+    step = torch.compile(optimizer.step, backend="zero", options=options)
+    p.grad = torch.ones_like(p)
+    step()
+    assert (p.detach() != 1).any() and len(list(tmp_path.rglob("*.cpp"))) == 1
+    other = torch.compile(optim.SGD([p]).step, backend="zero", options={"stochastic": True})
+    with pytest.raises(OptionError, match="unknown option 'stochastic'; did you mean"):
+        other()
 
 
 def makes_up_for_rounding(optimizer, group, p, state):

@@ -1,5 +1,6 @@
 """no_sync: one reduction for several backward passes, and the gradients of one batch."""
 
+import contextlib
 import copy
 
 import pytest
@@ -58,6 +59,31 @@ def test_gradients_are_averaged_once(ranks, world, stage, engine):
         once = sent[-1]
         assert sent == [0, 0, once] * 3 + [once]
         assert once or world == 1
+
+
+def two_models(rank, world):
+    """Of the same names and shapes, both held at once: which is averaged first?"""
+    makes = [nn.Linear(4, 4) for _ in range(6)]
+    plain = copy.deepcopy(makes)
+    opts = options(3)
+    for model in makes:
+        zcompile.shard(model, opts)
+    compiled = [torch.compile(model, backend="zero", options=opts) for model in makes]
+    with contextlib.ExitStack() as stack:
+        for model in makes:
+            stack.enter_context(zcompile.no_sync(model))
+        for index, model in enumerate(compiled):
+            (model(torch.ones(2, 4) * (rank + 1)).sum() * index).backward()
+    sum(model(torch.ones(2, 4) * (rank + 1)).sum() for model in compiled).backward()
+    for r in range(world):
+        for index, model in enumerate(plain):
+            (model(torch.ones(2, 4) * (r + 1)).sum() * (index + 1) / world).backward()
+    for model, other in zip(makes, plain, strict=True):
+        compare_gradients(model, other, TOLERANCE, "of one of six")
+
+
+def test_models_of_the_same_names_are_not_mixed(ranks):
+    ranks(two_models, world=2)
 
 
 def cases(rank, world):

@@ -5,9 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
+from parity import same_bits
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zcompile
+from zcompile import rounding
 from zcompile.fused import fuse
 
 BF16 = torch.bfloat16
@@ -27,10 +31,6 @@ def rounded(values, number, step):
     bits = values.numpy().view(np.uint32).ravel().astype(np.uint64) + random
     made = torch.from_numpy((bits >> np.uint64(16)).astype(np.uint16).view(np.int16))
     return made.view(BF16).reshape(values.shape)
-
-
-def same_bits(a, b):
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -194,9 +194,35 @@ def test_ranks_round_as_one_process_does(ranks, world, stage, whole):
     assert all(ranks(sharded_against_whole, stage, whole, world=world))
 
 
+def places(rank, world):
+    """Where parts begin that torch's own DTensors hold, on a mesh of two replicas."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.ones(8, 2)
+    apart = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+    alike = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
+    return rank, rounding._first(apart), rounding._first(alike)
+
+
+def test_replicas_of_another_library_s_parameters_round_alike(ranks):
+    _, apart, alike = zip(*sorted(ranks(places, world=4)))
+    assert apart[0] == apart[2] != apart[1] == apart[3]
+    assert len(set(alike)) == 1
+
+
+def test_a_closure_that_a_foreign_optimizer_gets_itself_is_told_of():
+    from test_fused import ByRule
+
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    rule = lambda optimizer, group, p, state: p.sub_(p.grad, alpha=group["lr"])
+    optimizer = fuse(ByRule([p], rule), stochastic_rounding=True)
+    p.grad = torch.ones_like(p)
+    with pytest.warns(zcompile.ZeroWarning, match=r"given a closure\. It rounds to nearest"):
+        optimizer.step(lambda: None)
+
+
 def test_what_no_kernel_steps_says_that_it_rounds_to_nearest():
     p = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     optimizer = fuse(optim.Adafactor([p]), stochastic_rounding=True)
     p.grad = torch.ones_like(p)
-    with pytest.warns(zcompile.ZeroWarning, match="not fused: .*, and rounds to nearest"):
+    with pytest.warns(zcompile.ZeroWarning, match="not fused: .* It rounds to nearest"):
         optimizer.step()

@@ -12,10 +12,9 @@ import pytest
 import torch
 from test_fused import OPTIMIZERS, train
 
-from benchmarks.kernels import TARGETS, compiled, facts
+from benchmarks.kernels import TARGETS, compiled, facts, kernel_of
 from zcompile.codegen import build, triton
 from zcompile.codegen.kernel import RANDOM, Kernel, Line, Load, Store
-from zcompile.fused import fuse
 
 pytest.importorskip("triton")
 
@@ -33,17 +32,6 @@ def halves():
     body = (Line("total", "add", ("x", "y")), Line("half", "mul", ("total", 0.3)))
     stores = (Store("z", "half", BF16), Store("y", "total", F32))
     return Kernel("halves", loads, (), body, stores, F32)
-
-
-def copied_kernel():
-    """AdamW with a bf16 gradient and a bf16 copy."""
-    param, low = torch.nn.Parameter(torch.ones(64)), torch.ones(64, dtype=BF16)
-    param.grad_dtype = BF16
-    optimizer = fuse(torch.optim.AdamW([param]), copies={param: low})
-    for _ in range(2):
-        param.grad = torch.ones(64, dtype=BF16)
-        optimizer.step()
-    return list(optimizer.step.fused.programs.values())[-1].kernel
 
 
 def at_random():
@@ -115,7 +103,7 @@ def test_rounding_at_random_compiles_without_a_gpu(target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_buffers_of_several_dtypes_share_nothing_between_threads(target):
-    kernel = copied_kernel()
+    kernel = kernel_of("adamw", copied=True)
     assert kernel.bytes_per_element() == 28
     found = facts(compiled(kernel, target))
     # Parameter and two moments, read and written; gradient and copy are 8 bytes beside these 16.

@@ -10,6 +10,7 @@ pass that runs outside of no_sync, the leaves' gradients are averaged and become
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from zcompile.sharding import give_form, read_shard
 BUCKET = 32 * 2**20  # bytes of gradients that are averaged together
 
 _holding: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules whose leaves may have gradients
+_numbers = itertools.count()  # of modules, in the order in which they were first held
 _open = 0  # no_sync contexts that have been entered and not left
 _settles = -1  # the backward pass at whose end gradients are averaged
 
@@ -90,7 +92,8 @@ def settle() -> None:
     Raises:
         ZeroError: ranks hold gradients of other parameters.
     """
-    modules = sorted(_holding, key=_first_name)
+    # All ranks take modules in one order: two models may have the same names.
+    modules = sorted(_holding, key=lambda module: module._zero_order)
     held: dict[int, tuple[Any, Tensor]] = {}  # several modules may share a parameter
     for module in modules:
         for name in _owed(module):
@@ -120,6 +123,7 @@ def drop(modules: Iterable[nn.Module]) -> None:
 
 
 def _hold(module: nn.Module) -> None:
+    vars(module).setdefault("_zero_order", next(_numbers))
     leaves = vars(module).setdefault("_zero_held", {})
     for name, spec in type(module)._zero_specs.items():
         param = module._parameters[name]
@@ -150,11 +154,6 @@ def _leaf(module: nn.Module, param: Any, spec: ParamSpec) -> Tensor:
 
     leaf.register_post_accumulate_grad_hook(arrived)
     return leaf
-
-
-def _first_name(module: Any) -> str:
-    """All ranks take modules in one order."""
-    return min(spec.name for spec in type(module)._zero_specs.values())
 
 
 def _buckets(members: Sequence[tuple[Any, Tensor]]) -> Iterator[list[tuple[Any, Tensor]]]:

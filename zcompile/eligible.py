@@ -91,7 +91,8 @@ def _is_there(local: Tensor) -> bool:
 
 
 def check(param: Tensor, grad: Tensor, state: Mapping[str, Any]) -> None:
-    """Raises NotElementwise where memory cannot be handed to a kernel as it lies."""
+    """Raises NotElementwise where memory cannot be handed to a kernel as it lies, ZeroError where
+    there is none any more."""
     for tensor in (param, grad, *(v for v in state.values() if isinstance(v, Tensor))):
         for each in (tensor, local_part(tensor)):
             if type(each) not in _PLAIN:

@@ -65,18 +65,14 @@ def watch(backend: Backend) -> None:
             return
         optimizer = _steps_for(call[1])
         if optimizer is not None:
-            step = fuse(optimizer).step
+            step = fuse_as(optimizer, _options_of(call[0])).step
             redirect_compiled(frame, step)
             seen.add(step)  # what this compiled object calls from now on
         else:
             modules, options = _called(frame, *call)
             shard_whole(modules, options)
             if options.optimizer is not None:
-                fuse(
-                    options.optimizer,
-                    stochastic_rounding=options.stochastic_rounding,
-                    dump=options.dump,
-                )
+                fuse_as(options.optimizer, options)
             seen.add(call[1])
 
     def compiling(_: Any) -> None:
@@ -154,7 +150,7 @@ def _is_synchronised(optimizer: torch.optim.Optimizer, backend: Backend) -> bool
             continue
         for name, param in module._orig_mod.named_parameters():
             if id(param) in whole:
-                if not _gradients_differ(params):
+                if not _gradients_differ([p for p in params if id(p) in whole]):
                     return False  # steps on the same data, before the first compiled call
                 raise ZeroError(
                     f"parameter {name!r} of a model compiled with backend='zero' is about to be "
@@ -177,10 +173,17 @@ def _is_synchronised(optimizer: torch.optim.Optimizer, backend: Backend) -> bool
 def _gradients_differ(params: list[Any]) -> bool:
     if not dist.is_initialized():
         return True
-    sums = [float(p.grad.double().sum()) for p in params if p.grad is not None]
+    # As text, in which a NaN equals a NaN.
+    sums = [repr(float(p.grad.double().sum())) for p in params]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, sums)
     return any(theirs != sums for theirs in everyone)
+
+
+def fuse_as(optimizer: torch.optim.Optimizer, options: Options) -> torch.optim.Optimizer:
+    """Fuse a step as options say."""
+    rounding = options.stochastic_rounding
+    return fuse(optimizer, stochastic_rounding=rounding, dump=options.dump)
 
 
 def shard_whole(modules: list[nn.Module], options: Options) -> None:
@@ -246,8 +249,11 @@ def _called(
             value = value._orig_mod
         if isinstance(value, nn.Module):
             modules[id(value)] = value
-    options = getattr(original_backend(context), "kwargs", {}).get("options") or {}
-    return list(modules.values()), Options.parse(options)
+    return list(modules.values()), _options_of(context)
+
+
+def _options_of(context: OptimizeContext) -> Options:
+    return Options.parse(getattr(original_backend(context), "kwargs", {}).get("options"))
 
 
 def _known_to(function: Any) -> Iterator[Any]:

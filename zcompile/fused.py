@@ -11,7 +11,7 @@ import inspect
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +22,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from zcompile import dump as dumps
 from zcompile._torch import disable_dynamo, no_torch_function
 from zcompile.codegen import build
-from zcompile.codegen.elementwise import Scalars, split
-from zcompile.codegen.kernel import COPY, FACTOR, RANDOM, Kernel
-from zcompile.codegen.trace import Case, Like, NotElementwise, Update, numbers, own_step, trace
+from zcompile.codegen.elementwise import split
+from zcompile.codegen.kernel import Kernel
+from zcompile.codegen.trace import (
+    Case,
+    Like,
+    NotElementwise,
+    Update,
+    numbers,
+    own_step,
+    trace,
+)
 from zcompile.eligible import (
     attributes_of,
     check,
@@ -35,7 +43,12 @@ from zcompile.eligible import (
     signature_of,
 )
 from zcompile.errors import OptionError, ZeroWarning
+from zcompile.launch import Program, Segment, by_program, launch, try_scalars
 from zcompile.rounding import Rounding
+
+# Kernels of one kind of parameter that differ in the branches taken on numbers. A step that takes
+# another for every count would never stop compiling.
+MOST_CASES = 8
 
 _SCALING = ("grad_scale", "found_inf")  # set by a GradScaler while it calls step
 
@@ -68,6 +81,16 @@ def fuse(
         given = vars(optimizer).get("step")
         known = ("_wrapped_by_lr_sched", "_torchdynamo_orig_callable")
         if given is not None and not any(hasattr(given, name) for name in known):
+            asked = [
+                n
+                for n, v in (("copies", copies), ("stochastic_rounding", stochastic_rounding))
+                if v
+            ]
+            if asked:
+                raise OptionError(
+                    f"{type(optimizer).__name__}.step was replaced on this object, so no kernel "
+                    f"steps it, and {asked[0]} would have no effect: put its own step back first"
+                )
             warnings.warn(
                 f"{type(optimizer).__name__}.step was replaced on this object and stays as it is",
                 ZeroWarning,
@@ -80,6 +103,10 @@ def fuse(
             self._opt_called = True  # what a scheduler asks after
             fused.check_copies(self)
             if fused.is_more_than_an_update(self, args, kwargs):
+                if fused.rounding is not None:
+                    fused.warn_once(
+                        f"{type(self).__name__} steps itself when it is given a closure"
+                    )
                 result = fused.own(self, *args, **kwargs)
                 fused.copy_all()
                 return result
@@ -101,26 +128,6 @@ def fuse(
     return optimizer
 
 
-@dataclass(frozen=True)
-class Program:
-    """A kernel that some parameters share, with all that it takes to call it."""
-
-    kernel: Kernel
-    scalars: Scalars
-    run: build.Run
-
-
-@dataclass(frozen=True)
-class _Segment:
-    """A parameter that a kernel steps."""
-
-    param: Tensor
-    update: Update
-    program: Program
-    copy: Tensor | None
-    number: int  # among the optimizer's parameters
-
-
 @dataclass
 class _Fused:
     own: Callable[..., Any]
@@ -128,7 +135,7 @@ class _Fused:
     refused: dict[Any, str] = field(default_factory=dict)
     programs: dict[Any, Program] = field(default_factory=dict)
     warned: bool = False
-    moved: dict[Any, int] = field(default_factory=dict)
+    moved: dict[Any, list[tuple[Update, int]]] = field(default_factory=dict)
     factor: float = 1.0  # of every gradient in the next step
     copies: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     folder: str | None = None  # for the kernels' source
@@ -152,6 +159,12 @@ class _Fused:
         if self.folder:
             text, name = build.source(kernel, device)
             dumps.kernel(self.folder, name, text)
+
+    def warn_once(self, text: str) -> None:
+        if not self.warned:
+            self.warned = True
+            nearest = ". It rounds to nearest" if self.rounding is not None else ""
+            warnings.warn(text + nearest, ZeroWarning, stacklevel=7)
 
     def check_copies(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises OptionError where a copy is of a parameter that is not the optimizer's."""
@@ -191,7 +204,7 @@ class _Fused:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            if _is_finite(optimizer):
+            if _unscale(optimizer):
                 self._step(optimizer)
         return loss
 
@@ -209,18 +222,23 @@ class _Fused:
         """Bytes per element that a step reads and writes once the state is there. None: no kernel
         steps this parameter."""
         local, marks = local_part(param), marks_of(param)
+        attributes, why_not = attributes_of(optimizer)
+        if group.get("differentiable") or why_not:
+            return None
+        values = {name: value for name, (_, value) in numbers(group).items()}
         try:
-            if group.get("differentiable") or attributes_of(optimizer)[1]:
-                return None
-            key = (signature_of(group), local.dtype, param.dim() == 0, tuple(marks.items()))
-            if key not in self.moved:
-                update = _traced(optimizer, group, param, {}, marks)
-                kernel, _ = split(update, "update")
-                stored = sum(store.dtype.itemsize for store in kernel.stores)
-                self.moved[key] = 2 * stored + local.element_size()
+            own = (attributes, signature_of(group), tuple(marks.items()))
+            known = self.moved.setdefault((own, local.dtype, param.dim() == 0), [])
+            for update, moved in known:
+                if update.holds(values):
+                    return moved
+            update = _traced(optimizer, group, param, {}, marks)
+            kernel, _ = split(update, "update")
         except NotElementwise:
             return None
-        return self.moved[key]
+        moved = 2 * sum(store.dtype.itemsize for store in kernel.stores) + local.element_size()
+        known.append((update, moved))
+        return moved
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         with no_torch_function():  # which a sharded parameter's every attribute would go through
@@ -256,23 +274,18 @@ class _Fused:
                     done.append(param)
                 except NotElementwise as error:
                     reasons[str(error)] = reasons.get(str(error), 0) + 1
-            for program, members in _by_program(segments):
-                _launch(program, members, hyper, group, optimizer.state, factor, self.rounding)
+            for program, members in by_program(segments):
+                launch(program, members, hyper, group, optimizer.state, factor, self.rounding)
         return done, reasons
 
     def _run_own(
         self, optimizer: torch.optim.Optimizer, done: Sequence[Tensor], reasons: Mapping[str, int]
     ) -> None:
-        if not self.warned:
-            self.warned = True
-            count = sum(reasons.values())
-            why = "; ".join(reasons) + (", and rounds to nearest" if self.rounding else "")
-            warnings.warn(
-                f"{type(optimizer).__name__} steps {count} of {count + len(done)} parameters "
-                f"itself, not fused: {why}",
-                ZeroWarning,
-                stacklevel=6,
-            )
+        count = sum(reasons.values())
+        self.warn_once(
+            f"{type(optimizer).__name__} steps {count} of {count + len(done)} parameters itself, "
+            f"not fused: {'; '.join(reasons)}"
+        )
         grads = [param.grad for param in done]
         for param in done:
             param.grad = None
@@ -297,12 +310,13 @@ class _Fused:
         shared: Any,
         param: Tensor,
         number: int,
-    ) -> _Segment:
+    ) -> Segment:
         """What steps a parameter. hyper: the group's floats; shared: what else of the optimizer and
         the group an update depends on; number: of the parameter among the optimizer's.
 
         Raises:
             NotElementwise: no kernel can.
+            ZeroError, OptionError: its memory is gone, or its copy no longer fits.
         """
         grad = param.grad
         assert grad is not None
@@ -317,8 +331,11 @@ class _Fused:
         known = self.updates.setdefault(signature, [])
         for update, program in known:
             if update.holds(values):
-                return _Segment(param, update, program, beside, number)
+                return Segment(param, update, program, beside, number)
         try:
+            if len(known) == MOST_CASES:
+                asked = ", ".join(known[-1][0].symbols)
+                raise NotElementwise(f"it is another step for every value of {asked}")
             if group.get("differentiable"):
                 raise NotElementwise("it is differentiable")
             check(param, grad, state)
@@ -327,11 +344,12 @@ class _Fused:
             update = _traced(optimizer, group, param, state, marks)
             copy = beside.dtype if beside is not None else None
             program = self._program(optimizer, update, grad.dtype, copy)
+            try_scalars(program.scalars, values, group)
         except NotElementwise as error:
             self.refused[signature] = str(error)
             raise
         known.append((update, program))
-        return _Segment(param, update, program, beside, number)
+        return Segment(param, update, program, beside, number)
 
     def _program(
         self,
@@ -360,9 +378,9 @@ class _Fused:
         return self.programs[key]
 
 
-def _is_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """What torch.amp.GradScaler leaves to fused optimizers: gradients are divided by its scale, and
-    a step with one that is not finite is left out."""
+def _unscale(optimizer: torch.optim.Optimizer) -> bool:
+    """What torch.amp.GradScaler leaves to fused optimizers: gradients are divided by its scale, as
+    torch's leave them. False: one is not finite, and the step is left out."""
     scale, found = (getattr(optimizer, name, None) for name in _SCALING)
     if found is not None and local_part(found).item():
         return False
@@ -393,93 +411,3 @@ def _traced(
         wide = trace(optimizer, group, fresh).elementwise()
         likes = {k: replace(v, shape=(1,)) if k in wide else v for k, v in likes.items()}
     return trace(optimizer, group, Case(like, likes, marks))
-
-
-def _by_program(segments: Sequence[_Segment]) -> Iterator[tuple[Program, list[_Segment]]]:
-    found: dict[int, list[_Segment]] = {}
-    for segment in segments:
-        found.setdefault(id(segment.program), []).append(segment)
-    for members in found.values():
-        yield members[0].program, members
-
-
-def _launch(
-    program: Program,
-    members: Sequence[_Segment],
-    hyper: Mapping[str, float],
-    group: Mapping[str, Any],
-    states: dict[Tensor, dict[str, Any]],
-    factor: float,
-    rounding: Rounding | None,
-) -> None:
-    kernel, scalars = program.kernel, program.scalars
-    given: dict[str, Any] = dict(hyper)
-    owned = [states.get(m.param, {}) for m in members]
-    for name in scalars.inputs:
-        if name.startswith("state."):
-            key = name.removeprefix("state.")
-            given[name] = torch.tensor([float(state[key]) for state in owned], dtype=torch.float64)
-        elif name not in given:
-            given[name] = float(group[name.removeprefix("hyper.")])
-    table, after = scalars(given)
-    table = table.expand(len(members), -1)
-    if FACTOR in kernel.scalars:
-        table = torch.cat([table, table.new_full((len(members), 1), factor)], 1)
-    if rounding is not None and RANDOM[0] in kernel.scalars:
-        pairs = zip(members, owned, strict=True)
-        begins = torch.tensor([rounding.begins(m.param, m.number, state) for m, state in pairs])
-        table = torch.cat([table, torch.stack([begins % 2**16, begins >> 16], 1)], 1)
-    table = table.contiguous()
-    tensors = [_tensors(program, m, state) for m, state in zip(members, owned, strict=True)]
-    names = list(kernel.buffers())
-    addresses = torch.tensor([[t[name].data_ptr() for t in tensors] for name in names])
-    counts = torch.tensor([t["param"].numel() for t in tensors])
-    program.run(addresses, counts, table)
-    written = {store.buffer for store in kernel.stores}
-    torch.autograd.graph.increment_version(
-        [t[name] for t in tensors for name in written if t[name].numel()]
-    )
-    for key, values in after.items():
-        _store(key, values.expand(len(members)).tolist(), members, owned, group)
-    for member, state in zip(members, owned, strict=True):
-        if state and member.param not in states:  # in the order in which the optimizer makes it
-            keys = [name.removeprefix("state.") for name in member.update.outputs]
-            states[member.param] = {key: state[key] for key in keys if key in state}
-
-
-def _tensors(program: Program, member: _Segment, state: dict[str, Any]) -> dict[str, Tensor]:
-    """This rank's memory by buffer; state that does not exist yet is made."""
-    param = local_part(member.param)
-    assert member.param.grad is not None
-    grad = local_part(member.param.grad)
-    if grad.stride() != param.stride():
-        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
-    found = {"param": param, "grad": grad}
-    if member.copy is not None:
-        found[COPY] = member.copy
-    for name, dtype in program.kernel.buffers().items():
-        if name not in found:
-            if state.get(name) is None:
-                state[name] = torch.empty_like(
-                    member.param, dtype=dtype, memory_format=torch.preserve_format
-                )
-            found[name] = local_part(state[name])
-    return found
-
-
-def _store(
-    key: str,
-    values: Sequence[float],
-    members: Sequence[_Segment],
-    owned: Sequence[dict[str, Any]],
-    group: Mapping[str, Any],
-) -> None:
-    """New values of a scalar in the state, in the form that it has or that the optimizer gives."""
-    for member, state, value in zip(members, owned, values, strict=True):
-        before = state.get(key)
-        if isinstance(before, Tensor):
-            before.fill_(value)
-        elif before is not None:
-            state[key] = type(before)(value)
-        else:
-            state[key] = member.update.scalar(key, value, bool(group.get("capturable")))

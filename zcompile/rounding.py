@@ -1,9 +1,10 @@
 """Where in a sequence of random numbers the elements of a parameter stand, for a step that rounds
 at random.
 
-Each element of a model has a number of its own in every step, whichever rank holds it: replicas
-stay equal, a sharded parameter is rounded as the whole one is, and a run that goes on from a
-checkpoint rounds as the one that was not interrupted, where the optimizer counts its steps.
+What an element draws in a step does not depend on which rank holds it: replicas stay equal, a
+sharded parameter is rounded as the whole one is, and a run that goes on from a checkpoint rounds as
+the one that was not interrupted, where the optimizer counts its steps. Sequences begin at a hash of
+32 bits: where two overlap, two elements round alike, and neither is biased.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Rounding:
 
     taken: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
-    def begins(self, param: Tensor, number: int, state: Mapping[str, Any]) -> int:
-        """32 bits: where this rank's part of a parameter begins in its next step. number: of the
-        parameter among the optimizer's."""
+    def take(self, param: Tensor, number: int, state: Mapping[str, Any]) -> int:
+        """32 bits: where this rank's part of a parameter begins in its next step, which is counted.
+        number: of the parameter among the optimizer's."""
         step = state.get("step")
         if step is None:
             step = self.taken.get(param, 0)
@@ -50,8 +51,8 @@ def _first(param: Tensor) -> int:
             return 0
         row, _ = comm.find(param.spec.group).owned(param.spec.shape[0])
         return row * (param.numel() // max(param.spec.shape[0], 1))
-    if isinstance(param, DTensor):  # of another library: parts that differ is all that is needed
-        return _mixed(
-            sum(c << 12 * i for i, c in enumerate(param.device_mesh.get_coordinate() or ()))
-        )
+    if isinstance(param, DTensor):  # of another library: other parts, other numbers is enough
+        where = zip(param.device_mesh.get_coordinate() or (), param.placements, strict=True)
+        parts = [at if placed.is_shard() else 0 for at, placed in where]
+        return _mixed(sum(at << 12 * dim for dim, at in enumerate(parts)))
     return 0

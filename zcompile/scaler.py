@@ -1,7 +1,8 @@
 """Dynamic loss scaling for fp16: gradients that would vanish are computed 2^k times as large.
 
 The scheme is that of Micikevicius et al., "Mixed Precision Training" (ICLR 2018), with DeepSpeed's
-hysteresis: so many overflows in a row are forgiven before the scale falls.
+hysteresis: the scale falls at the last of so many overflows since it last changed, or since a
+window of steps without any.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ from zcompile._torch import OptimizedModule, global_step_hooks, no_torch_functio
 from zcompile.accumulation import check_settled, drop, is_open, no_sync
 from zcompile.backend import zero
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
-from zcompile.first_call import shard_whole
-from zcompile.fused import fuse
+from zcompile.first_call import fuse_as, shard_whole
 from zcompile.machine import held_elements
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathered_alone, gradient
@@ -53,10 +52,11 @@ def compile_step(
     """Compile a training step. The model is sharded here, and the optimizer fused.
 
     loss_fn: `loss_fn(model(*inputs), target)` is the loss, for `step(*inputs, target)`; None: the
-    model returns it, for `step(*args, **kwargs)`. accumulate: micro-batches per step, along the
-    first dimension of every tensor; the loss and the gradients are their mean. clip: the largest
-    norm of all gradients together, as in torch.nn.utils.clip_grad_norm_. scaler: for fp16.
-    options: as for torch.compile(model, backend="zero").
+    model returns it, or something whose `loss` it is, for `step(*args, **kwargs)`. accumulate:
+    micro-batches per step, along the first dimension of every tensor; the loss and the gradients
+    are their mean. clip: the largest norm of all gradients together, as in
+    torch.nn.utils.clip_grad_norm_. scaler: for fp16. options: as for torch.compile(model,
+    backend="zero"); stochastic_rounding is how the optimizer rounds.
 
     Raises:
         OptionError: a value out of range, or an unknown option.
@@ -74,13 +74,13 @@ def compile_step(
         model = model._orig_mod
     chosen = Options.parse(options)
     shard_whole([model], chosen)
-    fuse(optimizer, stochastic_rounding=chosen.stochastic_rounding, dump=chosen.dump)
+    fuse_as(optimizer, chosen)
     return Step(model, loss_fn, optimizer, accumulate, clip, scaler, dict(options or {}))
 
 
 class Step:
-    """What compile_step returns. norm: of the last step's gradients, where clip or scaler asked for
-    it."""
+    """What compile_step returns. norm: of the last step's gradients, before clipping and without
+    the loss scale, where clip or scaler asked for it; inf or NaN after a step that was left out."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Step:
         self.moved: dict[str, int] | None = None  # see `updated`
         self.kept: dict[str, Tensor] = {}  # gradients that no update has taken yet, mean so far
         self.arrived: set[str] = set()  # in this backward pass
-        self.forwards = self.alone = 0  # graphs that ran in it; parameters gathered without one
+        self.forwards = self.before = 0  # graphs that ran in it; what was gathered without one
         self.last = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -162,12 +162,12 @@ class Step:
 
     def receive(self, names: Sequence[str], grads: Tensors, left: Tensors) -> None:
         # Where something besides this graph read parameters, autograd adds up what each makes.
-        alone = self.alone == gathered_alone()
+        complete = self.before == gathered_alone()
         now = self.last and self.forwards == 1 and not self._waits
         ready = []
         with torch.no_grad(), no_torch_function():
             for name, grad, empty in zip(names, grads, left, strict=True):
-                if not alone or name not in self.params or _is_watched(self.params[name]):
+                if not complete or name not in self.params or _is_watched(self.params[name]):
                     empty.resize_(grad.shape).copy_(grad)
                     continue
                 self._keep(name, grad)
@@ -276,13 +276,14 @@ class Step:
             return self._micro_batch(args, kwargs)
 
     def _micro_batch(self, args: Any, kwargs: Any) -> Tensor:
-        self.forwards, self.alone = 0, gathered_alone()
+        self.forwards, self.before = 0, gathered_alone()
         self.arrived.clear()
         loss = self.loss(*args, **kwargs)
         if not isinstance(loss, Tensor) or loss.dim():
             raise ZeroError(f"the loss must be a tensor of one number, not {_described(loss)}")
         scale = self.scaler.scale if self.scaler is not None else 1.0
-        loss.backward(torch.full_like(loss, scale))
+        # Beyond what an fp16 loss can hold, the scale is infinite: an overflow like any other.
+        loss.backward(torch.full_like(loss, scale, dtype=torch.float64).to(loss.dtype))
         with torch.no_grad(), no_torch_function():
             for name, param in self.params.items():
                 grad, param.grad = param.grad, None
@@ -327,7 +328,8 @@ class Step:
             fused.factor = 1.0
 
     def _say_what_overflowed(self) -> None:
-        """Once, on rank 0's stderr: the parameters whose gradients are not finite on some rank."""
+        """Once, on every rank: the parameters whose gradients are not finite on some rank. Every
+        rank must call it."""
         assert self.scaler is not None
         if self.warned:
             return
@@ -351,7 +353,7 @@ def _loss_of(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., An
 
         def returned(*args: Any, **kwargs: Any) -> Any:
             result = model(*args, **kwargs)
-            return result if isinstance(result, Tensor) else result.loss
+            return getattr(result, "loss", result)
 
         return _of_its_own(returned)
 

@@ -104,3 +104,15 @@ def test_a_view_of_a_mean_that_is_read_stays():
     named = g.call(aten.view.default, mean, [4, 8], name="named")
     names = sunk(g.out(named, g.neg(named, name="read"), g.neg(x, name="other")))
     assert names == [mean.name, "named", "read", "other"]
+
+
+def test_a_product_stands_where_it_is_added():
+    g = Graph()
+    a, b, x = g.input("a", 4, 4), g.input("b", 4, 4), g.input("x", 4, 4)
+    product = g.mm(a, b, name="product")
+    read_twice = g.mm(b, a, name="read_twice")
+    other = g.neg(x, name="other")
+    total = g.call(aten.add.Tensor, product, other, name="total")
+    more = g.call(aten.add.Tensor, read_twice, other, name="more")
+    names = sunk(g.out(total, more, g.neg(read_twice, name="again")))
+    assert names == ["read_twice", "other", "product", "total", "more", "again"]
