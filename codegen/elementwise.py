@@ -28,6 +28,7 @@ from zcompile.codegen.kernel import (
     Load,
     Operand,
     Store,
+    is_name,
 )
 from zcompile.codegen.trace import NotElementwise, Update
 
@@ -103,6 +104,10 @@ class _Splitter:
         # A user's state and hyperparameters may share names, such as `momentum`.
         buffers = {_buffer(key) for key in (*self.inputs, *update.results()) if "hyper." not in key}
         self.taken = {*buffers, COPY, FACTOR, *RANDOM}
+        for key, node in (*self.inputs.items(), *update.results().items()):
+            is_buffer = isinstance(node, fx.Node) and self._is_whole(node)
+            if key.startswith("state.") and is_buffer and not is_name(_buffer(key)):
+                raise NotElementwise(f"its state {_buffer(key)!r} cannot be the name of a buffer")
 
     def split(
         self,
@@ -157,6 +162,11 @@ class _Splitter:
         kernel = Kernel(name, tuple(loads), taken, body, tuple(stores), wide, about + formulas)
         return kernel, scalars
 
+    def _is_whole(self, node: fx.Node) -> bool:
+        """Whether it has one value for each element."""
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and value.dim() > 0
+
     def _elementwise(self, node: fx.Node) -> bool:
         value = node.meta.get("val")
         if node.target is torch.ops.aten.copy_.default:
@@ -199,7 +209,7 @@ class _Splitter:
                 computed = sum("input" not in node.meta for node in self.scalars)
                 name = value.meta.get("input", f"hyper.s{computed + 1}")
                 name = name.split(".", 1)[1].replace(".", "_")
-                while name in self.taken:
+                while name in self.taken or not is_name(name):
                     name = f"hyper_{name}"
                 self.taken.add(name)
                 self.scalars[value] = name

@@ -11,6 +11,7 @@ on any number of threads, gives the same bits.
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -69,6 +70,29 @@ class Store:
     value: str
     dtype: torch.dtype
     random: bool = False
+
+
+# What sources in C++ and Triton call something else.
+_RESERVED = frozenset(
+    "param grad written block end begin count first low high i T x tl triton elements piece "
+    "addresses counts scalars segments segment segment_of first_of here inside at threads total "
+    "BLOCK ALIGNED BY_HAND prefetch to_bf16 from_bf16 random_bits larger smaller std "
+    "alignas alignof asm auto bitand bitor bool case catch char compl const constexpr consteval "
+    "constinit const_cast co_await co_return co_yield concept decltype default delete do double "
+    "dynamic_cast enum explicit export extern false float friend goto inline int long mutable "
+    "namespace new noexcept not_eq nullptr operator or_eq and_eq private protected public register "
+    "reinterpret_cast requires short signed sizeof static static_assert static_cast struct switch "
+    "template this throw true typedef typeid typename union unsigned using virtual void volatile "
+    "wchar_t xor xor_eq char8_t char16_t char32_t".split()
+)
+
+
+def is_name(text: str) -> bool:
+    """Whether a buffer or a scalar can be called so in every language."""
+    plain = text.isidentifier() and text.isascii() and not keyword.iskeyword(text)
+    line = text.rpartition("_")
+    ours = text.endswith("_at") or (line[2].isdigit() and line[0].replace("n_", "not_") in OPS)
+    return plain and not ours and text not in _RESERVED
 
 
 def salt(store: int) -> int:

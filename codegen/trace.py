@@ -8,6 +8,7 @@ step count) are symbols: their values are the graph's inputs, and a branch taken
 from __future__ import annotations
 
 import math
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from zcompile._torch import (
     make_fx,
 )
 
+_BESIDE = "beside."  # inputs of a parameter before the one that is traced
 _REMEMBERED = 64  # values that guards were asked about
 Path = tuple[str | int, ...]  # ("lr",) or ("betas", 0)
 
@@ -103,6 +105,30 @@ class Update:
             return torch.tensor(value, dtype=like.dtype, device=device)
         return int(value) if isinstance(like, (int, torch.SymInt)) else float(value)
 
+    def meaning(self) -> tuple[Any, ...]:
+        """What each output is computed by, whatever else is in the graph."""
+        placeholders = self.graph.graph.find_nodes(op="placeholder")
+        known: dict[fx.Node, Any] = dict(zip(placeholders, self.inputs, strict=True))
+
+        def of(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                if value not in known:
+                    said = (str(value.target), of(value.args), of(value.kwargs))
+                    known[value] = hash(said)
+                return known[value]
+            if isinstance(value, (tuple, list)):
+                return tuple(of(each) for each in value)
+            if isinstance(value, dict):
+                return tuple((k, of(v)) for k, v in value.items())
+            return repr(value)
+
+        for node in self.graph.graph.nodes:  # in order: no recursion is deeper than one operation
+            if node.op == "get_attr":
+                known[node] = repr(operator.attrgetter(node.target)(self.graph))
+            elif node.op == "call_function":
+                of(node)
+        return tuple((name, of(value)) for name, value in self.results().items())
+
     def holds(self, values: Mapping[str, float]) -> bool:
         """Whether the same branches are taken for other values of hyperparameters and counts."""
         if not self.guards:
@@ -142,12 +168,29 @@ def trace(
     # Optimizers of torch have two forms: with counts as numbers, and, for capture, as tensors. The
     # second divides by the learning rate: a rate of 0 gives NaN where a gradient was 0. Where the
     # first branches on a count (RAdam), it cannot be traced.
+    if any(not isinstance(key, Tensor) for key in optimizer.state):
+        raise NotElementwise("its state has keys that are no parameters")
+    if not is_torchs_own(optimizer):
+        return _aside(_check_alone, optimizer, group, case)
     if "capturable" not in group:
         return _aside(_trace, optimizer, group, case)
     try:
         return _aside(_trace, optimizer, {**group, "capturable": False}, case)
     except NotElementwise:
         return _aside(_trace, optimizer, {**group, "capturable": True}, case)
+
+
+def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step is known to treat each parameter by itself, and to read its group only."""
+    return own_step(type(optimizer)).__module__.startswith("torch.optim.")
+
+
+def _check_alone(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Case) -> Update:
+    """Traced alone, and again behind another parameter: both have to be one and the same."""
+    update = _trace(optimizer, group, case)
+    if update.meaning() != _trace(optimizer, group, case, beside=True).meaning():
+        raise NotElementwise("what it does to a parameter depends on those before it in its group")
+    return update
 
 
 def _aside(function: Callable[..., Update], *args: Any) -> Update:
@@ -157,7 +200,10 @@ def _aside(function: Callable[..., Update], *args: Any) -> Update:
         return thread.submit(torch.no_grad()(function), *args).result()
 
 
-def _trace(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Case) -> Update:
+def _trace(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Case, beside: bool = False
+) -> Update:
+    """beside: with another parameter before it in its group."""
     shapes = ShapeEnv()
     symbols: dict[str, Any] = {}
 
@@ -180,16 +226,24 @@ def _trace(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], case: Cas
                 values[f"state.{key}"] = _empty(value)
             elif type(value) in (int, float):
                 values[f"state.{key}"] = symbol(f"state.{key}", value)
+            elif not (value is None or type(value) in (bool, str)):
+                raise NotElementwise(f"its state {key!r} is a {type(value).__name__}")
         for name, (_, value) in hyper.items():
             values[name] = symbol(name, value)
         for key, value in group.items():
             if isinstance(value, Tensor):
                 values[f"hyper.{key}"] = _empty(Like.of(value))
+    if beside:
+        with fake:
+            tensors = {
+                k: v for k, v in values.items() if isinstance(v, Tensor) and "hyper" not in k
+            }
+            values |= {f"{_BESIDE}{key}": torch.empty_like(value) for key, value in tensors.items()}
     names, outputs = tuple(values), list[str]()
 
     def run(*args: Any) -> list[Any]:
         given = dict(zip(names, args))
-        after = _run(optimizer, _with(group, hyper, given), given, case)
+        after = _run(optimizer, _with(group, hyper, given), given, case, beside)
         outputs[:] = after
         return list(after.values())
 
@@ -221,25 +275,40 @@ def _run(
     group: dict[str, Any],
     given: Mapping[str, Any],
     case: Case,
+    beside: bool,
 ) -> dict[str, Any]:
-    """Step a copy of the optimizer that holds one parameter -> outputs by name."""
-    param = given["param"].clone()
-    if param.dtype != given["grad"].dtype:
-        param.grad_dtype = given["grad"].dtype
-    param.grad = given["grad"].clone()
-    for name, value in case.marks.items():
-        setattr(param, name, value)
+    """Step a copy of the optimizer that holds one parameter, or that behind another -> outputs of
+    the (last) one by name."""
     kept = {key: value for key, value in case.state.items() if f"state.{key}" not in given}
-    before = {key: _copied(given.get(f"state.{key}", kept.get(key))) for key in case.state}
+
+    def made(prefix: str) -> tuple[Tensor, dict[str, Any]]:
+        of = lambda name: given.get(prefix + name, given.get(name))
+        param = of("param").clone()
+        if param.dtype != of("grad").dtype:
+            param.grad_dtype = of("grad").dtype
+        param.grad = of("grad").clone()
+        for name, value in case.marks.items():
+            setattr(param, name, value)
+        names = {key: f"state.{key}" for key in case.state}
+        return param, {
+            key: _copied(of(name) if name in given else kept.get(key))
+            for key, name in names.items()
+        }
+
+    param, before = made("")
+    others = [made(_BESIDE)] if beside else []
     twin = object.__new__(type(optimizer))  # copying would leave out what a subclass added
     twin.__dict__.update(vars(optimizer))
     for name in ("grad_scale", "found_inf"):  # a GradScaler's, which is not part of the update
         twin.__dict__.pop(name, None)
-    given_group = {**group, "params": [param]}
-    twin.param_groups = [dict(given_group)]
+    given_group = {**group, "params": [*(other for other, _ in others), param]}
+    before_group = {key: _shape_of(value) for key, value in given_group.items()}
+    single = len(optimizer.param_groups) == 1
+    twin.param_groups = [given_group] if single else _Groups([given_group])
     twin.state = defaultdict(dict)
-    if before:
-        twin.state[param] = before
+    for each, state in (*others, (param, before)):
+        if state:
+            twin.state[each] = state
     # A subclass may call the step of its base, which runs them.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(twin, name, OrderedDict())
@@ -254,18 +323,35 @@ def _run(
         if key not in attributes or attributes[key] is not value:
             raise NotElementwise(f"its step sets the attribute {key!r} of the optimizer")
     (after_group,) = twin.param_groups
-    changed = [k for k, v in after_group.items() if given_group.get(k) is not v]
-    if changed or len(after_group) < len(given_group):
+    after = {key: _shape_of(value) for key, value in after_group.items()}
+    changed = [k for k in {**before_group, **after} if before_group.get(k) != after.get(k)]
+    if changed:
         raise NotElementwise(f"its step changes its param group ({', '.join(changed)})")
-    if len(twin.state) > 1:
+    if any(key is not param and all(key is not o for o, _ in others) for key in twin.state):
         raise NotElementwise("its step keeps state beside the parameter's own")
-    after = {"param": param}
+    results = {"param": param}
     for key, value in twin.state.get(param, {}).items():
         if isinstance(value, Tensor) or type(value) in (int, float, torch.SymInt, torch.SymFloat):
-            after[f"state.{key}"] = value
+            results[f"state.{key}"] = value
         elif key not in kept or kept[key] is not value:
             raise NotElementwise(f"its state {key!r} is a {type(value).__name__}")
-    return after
+    return results
+
+
+class _Groups(list[dict[str, Any]]):
+    """One group of several, whose place among them a step must not ask for."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotElementwise("its step reads another param group than a parameter's own")
+
+
+def _shape_of(value: Any) -> Any:
+    """Of a value in a group: which objects it holds, and in which order."""
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_shape_of(each) for each in value))
+    if isinstance(value, dict):
+        return (dict, *((key, _shape_of(each)) for key, each in value.items()))
+    return id(value)
 
 
 _original_tensor = torch.tensor

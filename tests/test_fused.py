@@ -50,7 +50,9 @@ def compare(ours, reference, tolerance=1e-6):
         state, other = optimizer.state[p], plain.state[w]
         assert list(state) == list(other)
         for key, value in other.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, list):
+                assert all(map(torch.equal, state[key], value))
+            elif isinstance(value, torch.Tensor):
                 assert state[key].shape == value.shape
                 close(state[key], value, tolerance)
             else:
@@ -277,6 +279,85 @@ def test_what_a_kernel_would_miss_runs_as_it_is(rule, why):
     with pytest.warns(ZeroWarning, match=why):
         ours = train(make)
     compare(ours, train(make, fused=False), tolerance=0)
+
+
+def of_the_first_group(optimizer, group, p, state):
+    p.sub_(p.grad, alpha=optimizer.param_groups[0]["lr"])
+
+
+def counts_beside_parameters(optimizer, group, p, state):
+    optimizer.state["t"] = optimizer.state.get("t", 0) + 1
+    p.sub_(p.grad, alpha=group["lr"] / optimizer.state["t"])
+
+
+def counts_in_a_list(optimizer, group, p, state):
+    group["counts"][0] += 1
+    p.sub_(p.grad, alpha=group["lr"] / group["counts"][0])
+
+
+def by_its_place(optimizer, group, p, state):
+    place = [q is p for q in group["params"]].index(True)
+    p.sub_(p.grad, alpha=group["lr"] / (place + 1))
+
+
+def by_those_before(optimizer, group, p, state):
+    first = group["params"][0]
+    p.sub_(p.grad * (1 + first.flatten()[0]), alpha=group["lr"])
+
+
+def keeps_a_list(optimizer, group, p, state):
+    if not state:
+        state["all"] = [torch.zeros_like(p), torch.zeros_like(p)]
+    for index, each in enumerate(state["all"]):
+        each.mul_(0.3 * (index + 1)).add_(p.grad)
+        p.sub_(each, alpha=group["lr"])
+
+
+def calls_it(name):
+    def rule(optimizer, group, p, state):
+        p.sub_(state.setdefault(name, torch.zeros_like(p)).mul_(0.5).add_(p.grad), alpha=0.1)
+
+    return rule
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (of_the_first_group, "reads another param group"),
+        (counts_beside_parameters, "state beside the parameter's own"),
+        (counts_in_a_list, "changes its param group"),
+        (by_its_place, "depends on those before it"),
+        (by_those_before, "cannot be traced|depends on those before it|many"),
+        (keeps_a_list, "its state 'all' is a list"),
+        *((calls_it(name), f"its state '{name}' cannot be the name")
+          for name in ("param", "grad", "mul_1", "class", "exp avg", "grad_at", "i")),
+    ],
+)  # fmt: skip
+def test_what_is_more_than_one_parameter_s_update_runs_as_it_is(rule, why):
+    def make(params):
+        params = list(params)
+        groups = [params[:1], params[1:]] if rule is of_the_first_group else [params]
+        groups = [{"params": g, "lr": 0.1 * (n + 1)} for n, g in enumerate(groups)]
+        if rule is counts_in_a_list:
+            groups = [{**g, "counts": [0]} for g in groups]
+        return ByRule(groups, rule)
+
+    with pytest.warns(ZeroWarning, match=why):
+        ours = train(make)
+    compare(ours, train(make, fused=False), tolerance=0)
+
+
+def test_defaults_that_change_are_followed():
+    def rule(optimizer, group, p, state):
+        p.sub_(p.grad, alpha=optimizer.defaults["lr"])
+
+    def change(optimizer, step):
+        optimizer.defaults["lr"] = 0.1 * (step + 1)
+
+    make = lambda params: ByRule(params, rule)
+    ours = train(make, change=change)
+    compare(ours, train(make, dtype=torch.float64, fused=False, change=change))
+    assert not ours[1].step.fused.warned
 
 
 class SameNames(optim.Optimizer):

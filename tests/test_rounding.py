@@ -116,6 +116,21 @@ def test_a_run_that_goes_on_rounds_as_one_that_did_not_stop():
     assert same_bits(p.detach(), again.detach())
 
 
+def test_a_state_called_step_need_not_be_a_count():
+    from test_fused import ByRule
+
+    def rule(optimizer, group, p, state):
+        step = state.setdefault("step", torch.zeros_like(p))
+        p.sub_(step.mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+    p = nn.Parameter(torch.ones(4, dtype=BF16))
+    optimizer = fuse(ByRule([p], rule), stochastic_rounding=True)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert not optimizer.step.fused.warned and (p.detach() < 1).all()
+
+
 def test_switched_on_later():
     p = nn.Parameter(torch.ones(500, dtype=BF16))
     optimizer = fuse(optim.SGD([p], lr=2.0**-13))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zcompile.codegen.trace import NotElementwise
+from zcompile.codegen.trace import NotElementwise, is_torchs_own
 from zcompile.errors import OptionError, ZeroError
 from zcompile.parameter import ZeroParameter
 
@@ -37,6 +37,9 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> tuple[tuple[Any, ...], st
         if not _plain(value):
             return (), f"it carries {key!r}, a {type(value).__name__}"
         found.append((key, value))
+    if not is_torchs_own(optimizer):
+        known = {key: value for key, value in optimizer.defaults.items() if _plain(value)}
+        found.append(("defaults", tuple(known.items())))
     return tuple(found), ""
 
 

@@ -23,15 +23,15 @@ from zcompile.parameter import ZeroParameter
 
 @dataclass
 class Rounding:
-    """taken: steps of parameters whose state counts none."""
+    """taken: steps of parameters whose state has no count called "step"."""
 
     taken: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def take(self, param: Tensor, number: int, state: Mapping[str, Any]) -> int:
         """32 bits: where this rank's part of a parameter begins in its next step, which is counted.
         number: of the parameter among the optimizer's."""
-        step = state.get("step")
-        if step is None:
+        step: Any = state.get("step")
+        if not (type(step) in (int, float) or (isinstance(step, Tensor) and step.dim() == 0)):
             step = self.taken.get(param, 0)
             self.taken[param] = step + 1
         return (_mixed(_mixed(number + 1) ^ int(step)) + _first(param)) % 2**32

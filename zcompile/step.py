@@ -227,7 +227,9 @@ class Step:
                     )
                 if found.setdefault(param.spec.name, param) is not param:
                     raise ZeroError(
-                        f"two parameters of the optimizer are called {param.spec.name!r}"
+                        f"two parameters of the optimizer are called {param.spec.name!r}: "
+                        "zcompile.shard names them as in the module that it is given. Shard the "
+                        "whole model at once, or leave it to compile_step"
                     )
         return found
 
