@@ -3,6 +3,7 @@ the memory that a count of live values gives. All is read off the plan's JSON, a
 """
 
 import random
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from random_steps import random_case
 
 from zcompile.errors import BudgetError
 from zcompile.schedule import planner
+from zcompile.schedule.construct import Knobs, construct
 from zcompile.schedule.describe import from_plan, to_plan
 from zcompile.schedule.plan import Plan
 
@@ -240,3 +242,34 @@ def test_a_budget_is_met_or_refused(seed, share):
         assert limit < peak
     else:
         assert found.replay.peak <= limit
+
+
+def test_a_constructed_schedule_holds_what_its_curve_says():
+    """The curve is kept up to date move by move, and decides what fits."""
+    in_place = delayed = 0
+    for seed in range(300):
+        rng = random.Random(seed)
+        case = random_case(rng, (1, 9), (1, 16))
+        rows = tuple(
+            replace(r, in_place=r.kind == "reduce-scatter" and not case.step.native and index % 2)
+            for index, r in enumerate(case.step.reductions)
+        )
+        case = replace(case, step=replace(case.step, reductions=rows))
+        sim = case.simulator()
+        total = sum(g.bytes for g in case.step.gathers) + 1
+        knobs = Knobs(rng.choice([0, total // 3, total]), rng.choice([0, total]), 1.5)
+        kept = frozenset(case.may_keep[: rng.randint(0, 2)]) & frozenset(sim.pairs)
+        roof = rng.choice([2**62, int(sim.replay(planner.lean(sim, kept)).peak * 1.2)])
+        made = construct(sim, kept, knobs, roof, 500)
+        if made is None:
+            continue
+        schedule, curve = made
+        true = sim.memory(schedule)
+        # An update's result counts as there while its gradient travels: never too little.
+        assert (curve >= true).all(), seed
+        if not any(r.update_bytes for r in case.step.reductions):
+            assert (curve == true).all(), seed
+        in_place += any(rows[m].in_place for b in schedule.buckets
+                        if b.kind == "reduce-scatter" for m in b.members)  # fmt: skip
+        delayed += any(b.wait > b.issue for b in schedule.buckets if b.kind != "all-gather")
+    assert in_place > 20 and delayed > 20

@@ -199,7 +199,10 @@ def _delay(
         want = min(max(position, bucket.wait), last.wait)
         if want > bucket.wait:
             held = sim.held(bucket, schedule.kept)
-            results = sum(size for _, size, first, last in held if last > 2 * bucket.wait)
+            rows = [sim.step.reductions[m] for m in bucket.members]
+            # Means that lie where they were received are there from the issue on.
+            there = sum(r.result_bytes for r in rows if r.in_place and not r.update_bytes)
+            results = sum(size for _, size, _, last in held if last > 2 * bucket.wait) - there
             flight = sum(size for _, size, _, last in held if last == 2 * bucket.wait)
             want = _wait_granted(curve, bucket.wait, want, flight, results, roof)
         made.append(bucket.at(wait=want))
