@@ -87,7 +87,8 @@ def test_a_budget_is_spent_on_kept_parameters(ranks, tmp_path, world):
         assert 0 <= sum(sent) - world * plan.sent("all-gather") <= world * 24
         gathered.append(sum(sent))
     once = 6 * (WIDTH + 1) * WIDTH * 4 * (world - 1)
-    assert gathered[0] > gathered[1] > gathered[2] == once
+    # Memory between both ends may pay more for something else.
+    assert gathered[0] >= gathered[1] >= gathered[2] == once < gathered[0]
 
 
 def refused(rank, world):

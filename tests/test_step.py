@@ -211,7 +211,7 @@ def rates(rank, world):
     model = Net()
     optimizer = optim.AdamW(model.parameters())
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
-    step = compile_step(model, mse, optimizer, options=options(3))
+    step = compile_step(model, mse, optimizer, options=options(3, replan_after=0))
     counters.clear()
     seen = []
     for seed in range(5):
