@@ -102,12 +102,16 @@ class _Splitter:
         self.lines: dict[tuple[str, tuple[Operand, ...]], str] = {}
         self.scalars: dict[fx.Node, str] = {}
         # A user's state and hyperparameters may share names, such as `momentum`.
-        buffers = {_buffer(key) for key in (*self.inputs, *update.results()) if "hyper." not in key}
-        self.taken = {*buffers, COPY, FACTOR, *RANDOM}
+        self.taken = {COPY, FACTOR, *RANDOM}
         for key, node in (*self.inputs.items(), *update.results().items()):
-            is_buffer = isinstance(node, fx.Node) and self._is_whole(node)
-            if key.startswith("state.") and is_buffer and not is_name(_buffer(key)):
-                raise NotElementwise(f"its state {_buffer(key)!r} cannot be the name of a buffer")
+            if key.startswith("hyper."):
+                continue
+            buffer = _buffer(key)
+            self.taken.add(buffer)
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            whole = isinstance(value, Tensor) and value.dim() > 0
+            if key.startswith("state.") and whole and not is_name(buffer):
+                raise NotElementwise(f"its state {buffer!r} cannot be the name of a buffer")
 
     def split(
         self,
@@ -161,11 +165,6 @@ class _Splitter:
         taken += RANDOM if any(store.random for store in stores) else ()
         kernel = Kernel(name, tuple(loads), taken, body, tuple(stores), wide, about + formulas)
         return kernel, scalars
-
-    def _is_whole(self, node: fx.Node) -> bool:
-        """Whether it has one value for each element."""
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.dim() > 0
 
     def _elementwise(self, node: fx.Node) -> bool:
         value = node.meta.get("val")

@@ -236,7 +236,9 @@ def _trace(
     if beside:
         with fake:
             tensors = {
-                k: v for k, v in values.items() if isinstance(v, Tensor) and "hyper" not in k
+                k: v
+                for k, v in values.items()
+                if isinstance(v, Tensor) and not k.startswith("hyper.")
             }
             values |= {f"{_BESIDE}{key}": torch.empty_like(value) for key, value in tensors.items()}
     names, outputs = tuple(values), list[str]()
@@ -289,11 +291,8 @@ def _run(
         param.grad = of("grad").clone()
         for name, value in case.marks.items():
             setattr(param, name, value)
-        names = {key: f"state.{key}" for key in case.state}
-        return param, {
-            key: _copied(of(name) if name in given else kept.get(key))
-            for key, name in names.items()
-        }
+        state = {key: kept[key] if key in kept else of(f"state.{key}") for key in case.state}
+        return param, {key: _copied(value) for key, value in state.items()}
 
     param, before = made("")
     others = [made(_BESIDE)] if beside else []

@@ -344,7 +344,7 @@ class _Fused:
             update = _traced(optimizer, group, param, state, marks)
             copy = beside.dtype if beside is not None else None
             program = self._program(optimizer, update, grad.dtype, copy)
-            try_scalars(program.scalars, values, group)
+            try_scalars(program.scalars, hyper, group, state)
         except NotElementwise as error:
             self.refused[signature] = str(error)
             raise

@@ -41,20 +41,33 @@ class Segment:
     number: int  # among the optimizer's parameters
 
 
-def try_scalars(scalars: Scalars, values: Mapping[str, float], group: Mapping[str, Any]) -> None:
+def try_scalars(
+    scalars: Scalars, hyper: Mapping[str, float], group: Mapping[str, Any], state: Mapping[str, Any]
+) -> None:
     """Compute them once for two parameters: what fails here would fail in the middle of a step."""
-    pair = torch.ones(2, dtype=torch.float64)
-    given = {n: values.get(n, pair) for n in scalars.inputs}
-    given |= {n: v * pair for n, v in values.items() if n.startswith("state.") and n in given}
-    for name in scalars.inputs:
-        if name.startswith("hyper.") and name not in values:
-            given[name] = float(group[name.removeprefix("hyper.")])
     try:
-        scalars(given)
+        scalars(_given(scalars, hyper, group, [state, state]))
     except Exception as error:
         raise NotElementwise(
             f"its numbers cannot be computed apart: {first_line(error)}"
         ) from error
+
+
+def _given(
+    scalars: Scalars,
+    hyper: Mapping[str, float],
+    group: Mapping[str, Any],
+    states: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The numbers that scalars are computed from: those of the group, and of each parameter."""
+    given: dict[str, Any] = dict(hyper)
+    for name in scalars.inputs:
+        if name.startswith("state."):
+            key = name.removeprefix("state.")
+            given[name] = torch.tensor([float(state[key]) for state in states], dtype=torch.float64)
+        elif name not in given:
+            given[name] = float(group[name.removeprefix("hyper.")])
+    return given
 
 
 def by_program(segments: Sequence[Segment]) -> Iterator[tuple[Program, list[Segment]]]:
@@ -75,15 +88,8 @@ def launch(
     rounding: Rounding | None,
 ) -> None:
     kernel, scalars = program.kernel, program.scalars
-    given: dict[str, Any] = dict(hyper)
     owned = [states.get(m.param, {}) for m in members]
-    for name in scalars.inputs:
-        if name.startswith("state."):
-            key = name.removeprefix("state.")
-            given[name] = torch.tensor([float(state[key]) for state in owned], dtype=torch.float64)
-        elif name not in given:
-            given[name] = float(group[name.removeprefix("hyper.")])
-    table, after = scalars(given)
+    table, after = scalars(_given(scalars, hyper, group, owned))
     table = table.expand(len(members), -1)
     if FACTOR in kernel.scalars:
         table = torch.cat([table, table.new_full((len(members), 1), factor)], 1)
