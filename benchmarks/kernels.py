@@ -1,4 +1,4 @@
-"""What compilers make of the optimizers' kernels for GPUs that need not be there.
+"""What compilers make of the optimizers' kernels, and of a norm's, for GPUs that need not be there.
 
     python benchmarks/kernels.py
 
@@ -29,6 +29,7 @@ from benchmarks.elementwise import OPTIMIZERS
 from zcompile.codegen import build
 from zcompile.codegen.kernel import Kernel
 from zcompile.fused import fuse
+from zcompile.norm import squared
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 TARGETS = {
@@ -132,6 +133,7 @@ def main() -> None:
     record = {}
     kernels = {name: kernel_of(name) for name in names}
     kernels |= {f"{name}, bf16 copy": kernel_of(name, copied=True) for name in names}
+    kernels |= {f"squares of {dtype}": squared(dtype) for dtype in (torch.float32, torch.bfloat16)}
     for name, kernel in kernels.items():
         for target in TARGETS:
             found = facts(compiled(kernel, target))

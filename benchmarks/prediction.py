@@ -17,6 +17,7 @@ Writes benchmarks/results/prediction-<size>.json and .html (a plot: time over me
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -25,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ class Row:
     sent: int | None = None
     sent_planned: int | None = None
     lean_peak: int | None = None
+    every: list[float] = field(default_factory=list)  # measured_seconds of each round
 
 
 def main() -> None:
@@ -112,6 +114,7 @@ def _median(rows: list[Row]) -> Row:
         measured_seconds=statistics.median(row.measured_seconds for row in rows),
         measured_peak=max(row.measured_peak for row in rows),
         predicted_seconds=statistics.median(predicted) if predicted else None,
+        every=[row.measured_seconds for row in rows],
     )
 
 
@@ -305,6 +308,22 @@ def show(rows: list[Row]) -> None:
     Console().print(f"over their budget: {', '.join(over) or 'none'}")
     wrong = [r.name for r in planned if abs((r.sent or 0) - (r.sent_planned or 0)) > 4096]
     Console().print(f"bytes sent that differ from the plan's: {', '.join(wrong) or 'none'}")
+    alike, pairs = ranked(planned)
+    Console().print(f"pairs that every round measured in one order: {pairs}, simulated so: {alike}")
+
+
+def ranked(rows: list[Row]) -> tuple[int, int]:
+    """(those simulated in the same order, pairs of plans of which each round found the same one
+    faster). Within a round, so that a machine which drifts tells no two plans apart; plans that
+    are one and the same are no pair."""
+    alike = pairs = 0
+    for one, other in itertools.combinations(rows, 2):
+        simulated = (one.predicted_seconds or 0) - (other.predicted_seconds or 0)
+        orders = {a < b for a, b in zip(one.every, other.every, strict=True)}
+        if simulated and len(orders) == 1:
+            pairs += 1
+            alike += (simulated < 0) in orders
+    return alike, pairs
 
 
 def _off(predicted: float | None, measured: float) -> str:

@@ -15,7 +15,7 @@ import torch
 from zcompile import cache
 from zcompile._torch import load_cpp
 from zcompile.codegen import cpp, triton
-from zcompile.codegen.kernel import Kernel
+from zcompile.codegen.kernel import PIECE, Kernel
 from zcompile.codegen.trace import NotElementwise, first_line
 
 
@@ -36,7 +36,7 @@ def source(kernel: Kernel, device: torch.device) -> tuple[str, str]:
     return text, f"{kernel.name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.{suffix}"
 
 
-BLOCK = 1024  # elements of a Triton program
+BLOCK = PIECE  # elements of a Triton program
 
 # Inductor writes vectors out by hand, so it switches off what turns a loop into them: even `omp
 # simd` does nothing then, and a square root that may set errno stays a call. It lets the sign of a
@@ -96,7 +96,7 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
                 there(firsts, torch.int64),
                 len(counts),
                 BLOCK=BLOCK,
-                ALIGNED=not (addresses % 16).any().item(),
+                ALIGNED=not (addresses[: len(kernel.elements())] % 16).any().item(),
                 BY_HAND=on_cpu,
             )
 

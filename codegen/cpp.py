@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from zcompile.codegen.kernel import INFIX, OPS, RANDOM, Kernel, Line, Operand, salt
+from zcompile.codegen.kernel import INFIX, OPS, PIECE, RANDOM, Kernel, Line, Operand, salt
 
 _STORED = {
     torch.float32: "float",
@@ -100,16 +100,17 @@ template <class T> static inline T smaller(T x, T y) { return x < y || x != x ? 
 _ENTRY = """
 extern "C" void {name}(void* const* addresses, const int64_t* counts, const double* scalars,
                        int64_t segments, int threads) {{
+  // A segment is taken in units of {unit} elements, the last one shorter.
+  const auto units = [&](int64_t s) {{ return (counts[s] + {last}) / {unit}; }};
   int64_t total = 0;
-  for (int64_t s = 0; s < segments; ++s) total += counts[s];
-  // Each thread takes one share of all elements, in multiples of a vector.
-  const int64_t share = ((total + threads - 1) / threads + 15) / 16 * 16;
+  for (int64_t s = 0; s < segments; ++s) total += units(s);
+  const int64_t share = (total + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
   for (int thread = 0; thread < threads; ++thread) {{
     const int64_t first = std::min(share * thread, total), last = std::min(first + share, total);
-    for (int64_t s = 0, begin = 0; s < segments; begin += counts[s++]) {{
-      const int64_t low = std::max(first - begin, int64_t(0));
-      const int64_t high = std::min(last - begin, counts[s]);
+    for (int64_t s = 0, begin = 0; s < segments; begin += units(s++)) {{
+      const int64_t low = std::max(first - begin, int64_t(0)) * {unit};
+      const int64_t high = std::min((last - begin) * {unit}, counts[s]);
       if (low < high)
         piece(
             {arguments});
@@ -117,6 +118,8 @@ extern "C" void {name}(void* const* addresses, const int64_t* counts, const doub
   }}
 }}
 """
+
+_VECTOR = 16  # elements: what no thread shares with another
 
 
 def emit(kernel: Kernel) -> str:
@@ -130,7 +133,7 @@ def emit(kernel: Kernel) -> str:
 
 def _lines(kernel: Kernel) -> Iterator[str]:
     real = "double" if kernel.compute == torch.float64 else "float"
-    buffers = kernel.buffers()
+    elements = kernel.elements()
     stored = {store.buffer for store in kernel.stores}
     for about in kernel.about:
         yield f"// {about}"
@@ -147,8 +150,9 @@ def _lines(kernel: Kernel) -> Iterator[str]:
         yield _EXTREMES
     pointers = {
         buffer: f"{'' if buffer in stored else 'const '}{_STORED[dtype]}*"
-        for buffer, dtype in buffers.items()
+        for buffer, dtype in elements.items()
     }
+    pointers |= {total.buffer: f"{real}*" for total in kernel.sums}
     parameters = [f"{pointer} __restrict {buffer}_at" for buffer, pointer in pointers.items()]
     parameters += [f"const {real} {scalar}" for scalar in kernel.scalars]
     counted = ", int64_t count, int64_t first" if random else ", int64_t count"
@@ -156,12 +160,15 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     if random:
         low, high = (f"uint32_t({half})" for half in RANDOM)
         yield f"  const uint32_t begin = {low} + ({high} << 16) + uint32_t(first);"
+    for total in kernel.sums:
+        yield f"  {real} {total.buffer} = 0;"
     yield f"  for (int64_t block = 0; block < count; block += {_BLOCK}) {{"
-    for buffer in buffers:
+    for buffer in elements:
         ahead = "<1>" if buffer in stored else "<0>"
         yield f"    prefetch{ahead}({buffer}_at + block);"
     yield f"    const int64_t end = std::min(block + {_BLOCK}, count);"
-    yield "#pragma omp simd"
+    added = ", ".join(total.buffer for total in kernel.sums)
+    yield f"#pragma omp simd{f' reduction(+ : {added})' if added else ''}"
     yield "    for (int64_t i = block; i < end; ++i) {"
     for load in kernel.loads:
         yield f"      const {real} {load.buffer} = {_load(load.buffer, load.dtype, real)};"
@@ -174,19 +181,31 @@ def _lines(kernel: Kernel) -> Iterator[str]:
             bits = f"random_bits((begin + uint32_t(i)) ^ {salt(index):#x}u)"
             rounded = f"to_bf16_at_random({store.value}, {bits})"
         yield f"      {store.buffer}_at[i] = {rounded};"
+    for total in kernel.sums:
+        yield f"      {total.buffer} += {total.value};"
     yield "    }"
+    if kernel.sums:
+        yield f"    if (end % {PIECE} == 0 || end == count) {{"
+        for total in kernel.sums:
+            yield f"      {total.buffer}_at[block / {PIECE}] = {total.buffer};"
+            yield f"      {total.buffer} = 0;"
+        yield "    }"
     yield "  }"
     yield "}"
     arguments = [
-        f"static_cast<{pointer}>(addresses[{index} * segments + s]) + low"
-        for index, pointer in enumerate(pointers.values())
+        f"static_cast<{pointer}>(addresses[{index} * segments + s]) + "
+        + ("low" if buffer in elements else f"low / {PIECE}")
+        for index, (buffer, pointer) in enumerate(pointers.items())
     ]
     arguments += [
         f"{real}(scalars[s * {len(kernel.scalars)} + {index}])"
         for index in range(len(kernel.scalars))
     ]
     arguments += ["high - low", "low"] if random else ["high - low"]
-    yield _ENTRY.format(name=kernel.name, arguments=",\n            ".join(arguments)).rstrip()
+    unit = PIECE if kernel.sums else _VECTOR
+    yield _ENTRY.format(
+        name=kernel.name, arguments=",\n            ".join(arguments), unit=unit, last=unit - 1
+    ).rstrip()
 
 
 def _load(buffer: str, dtype: torch.dtype, real: str) -> str:

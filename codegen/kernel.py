@@ -4,6 +4,9 @@ Elementwise: loads from some buffers, lines of arithmetic, stores to some buffer
 `compute`, whatever the buffers hold: a load widens, a store rounds to nearest even. Numbers that
 are the same for a whole segment of elements (a learning rate, a bias correction) come as scalars.
 
+A sum is the first stage of one: of every PIECE elements of a segment, in an order that neither the
+number of threads nor the device's load changes. What is left is summed by the same kernel again.
+
 Rounding at random adds 16 random bits below what a bfloat16 keeps. They are a hash of the element's
 number in its segment, counted from where RANDOM says, and of the store's: every emitter's kernel,
 on any number of threads, gives the same bits.
@@ -24,6 +27,9 @@ FACTOR = "grad_factor"
 
 # The buffer in which a kernel leaves the new parameter in another dtype.
 COPY = "param_copy"
+
+# Elements that a sum adds into one number.
+PIECE = 1024
 
 # The two halves, 16 bits each, of where in a sequence of random numbers a segment begins.
 RANDOM = ("random_low", "random_high")
@@ -72,6 +78,15 @@ class Store:
     random: bool = False
 
 
+@dataclass(frozen=True)
+class Sum:
+    """The sums of `value` over each PIECE elements of a segment, side by side in `buffer`, in the
+    kernel's `compute`."""
+
+    buffer: str
+    value: str
+
+
 # What sources in C++ and Triton call something else.
 _RESERVED = frozenset(
     "param grad written block end begin count first low high i T x tl triton elements piece "
@@ -111,6 +126,7 @@ class Kernel:
     stores: tuple[Store, ...]
     compute: torch.dtype
     about: tuple[str, ...] = ()
+    sums: tuple[Sum, ...] = ()
 
     def __post_init__(self) -> None:
         known = {load.buffer for load in self.loads} | set(self.scalars)
@@ -128,11 +144,18 @@ class Kernel:
                 raise ValueError(f"{store}: undefined")
             if store.random and not (store.dtype == torch.bfloat16 and known.issuperset(RANDOM)):
                 raise ValueError(f"{store}: only bfloat16 is rounded at random, by {RANDOM}")
+        for total in self.sums:
+            if total.value not in known or total.buffer in self.elements():
+                raise ValueError(f"{total}: undefined, or into a buffer of elements")
 
-    def buffers(self) -> dict[str, torch.dtype]:
-        """Every buffer, loaded ones first."""
+    def elements(self) -> dict[str, torch.dtype]:
+        """The buffers that hold a value an element, loaded ones first."""
         found = {load.buffer: load.dtype for load in self.loads}
         return found | {store.buffer: store.dtype for store in self.stores}
+
+    def buffers(self) -> dict[str, torch.dtype]:
+        """Every buffer, in the order of the table of addresses."""
+        return self.elements() | {total.buffer: self.compute for total in self.sums}
 
     def bytes_per_element(self) -> int:
         """Bytes that one element moves: each load and each store once."""
@@ -152,6 +175,8 @@ class Kernel:
         for store in self.stores:
             how = " at random" if store.random else ""
             yield f"  store {store.buffer} <- {store.value} as {_short(store.dtype)}{how}"
+        for total in self.sums:
+            yield f"  sums {total.buffer} <- {total.value}"
 
 
 def _short(dtype: torch.dtype) -> str:

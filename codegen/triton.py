@@ -120,6 +120,12 @@ def _lines(kernel: Kernel) -> Iterator[str]:
         if store.random:
             value = f"to_bf16_at_random({store.value}, at ^ {salt(index):#x})"
         yield f"    tl.store({store.buffer}_at, {value}, mask=inside)"
+    for total in kernel.sums:
+        # What lies outside was read as anything.
+        yield f"    {total.buffer} = {total.value}"
+        yield "    if inside is not None:"
+        yield f"        {total.buffer} = tl.where(inside, {total.buffer}, 0.0)"
+        yield f"    tl.store({total.buffer}_at, tl.sum({total.buffer}))"
     yield "\n\n@triton.jit"
     yield f"def {kernel.name}("
     yield "    addresses, counts, scalars, segment_of, first_of, segments,"
@@ -136,12 +142,16 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     yield "    if ALIGNED:"
     # As many elements of every buffer at a time: of more of the narrower ones, values would have to
     # change threads, through shared memory.
-    elements = 16 // max(dtype.itemsize for dtype in buffers.values())
-    for address, dtype in zip(addresses, buffers.values(), strict=True):
-        yield f"        {address} = tl.multiple_of({address}, {elements * dtype.itemsize})"
+    elements = kernel.elements()
+    width = 16 // max(dtype.itemsize for dtype in elements.values())
+    for buffer, dtype in elements.items():
+        yield f"        {buffer}_at = tl.multiple_of({buffer}_at, {width * dtype.itemsize})"
     for index, scalar in enumerate(kernel.scalars):
         yield f"    {scalar} = tl.load(scalars + segment * {len(kernel.scalars)} + {index})"
-    given = ", ".join([*(f"{address} + here" for address in addresses), *kernel.scalars]) + here
+    each = [f"{buffer}_at + {'here' if buffer in elements else 'piece'}" for buffer in buffers]
+    given = ", ".join([*each, *kernel.scalars]) + here
+    if kernel.sums:
+        yield "    piece = first // BLOCK"
     yield "    if first + BLOCK <= count:  # without a mask, every access is 16 bytes wide"
     yield f"        elements({given}, None, BY_HAND)"
     yield "    else:"

@@ -5,10 +5,11 @@ import warnings
 import pytest
 import torch
 from parity import close, compare_state, options, same_bits, whole
-from test_fused import OPTIMIZERS, Normed, compare, parameters, train
+from stepping import Normed, compare, parameters, train
 from torch import nn, optim
 
 import zcompile
+from benchmarks.elementwise import OPTIMIZERS
 from zcompile import OptionError, ZeroError, ZeroWarning, copies, fuse
 from zcompile.codegen.kernel import COPY
 

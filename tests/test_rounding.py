@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_rounds_as_one_that_did_not_stop():
 
 
 def test_a_state_called_step_need_not_be_a_count():
-    from test_fused import ByRule
+    from stepping import ByRule
 
     def rule(optimizer, group, p, state):
         step = state.setdefault("step", torch.zeros_like(p))
@@ -225,7 +225,7 @@ def test_replicas_of_another_library_s_parameters_round_alike(ranks):
 
 
 def test_a_closure_that_a_foreign_optimizer_gets_itself_is_told_of():
-    from test_fused import ByRule
+    from stepping import ByRule
 
     p = nn.Parameter(torch.ones(4, dtype=BF16))
     rule = lambda optimizer, group, p, state: p.sub_(p.grad, alpha=group["lr"])

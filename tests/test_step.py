@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from parity import TOLERANCE, close, compare_state, options, whole
-from test_fused import Normed
+from stepping import Normed
 from test_fused_ranks import MAKES as OPTIMIZERS
 from torch import nn, optim
 from torch._dynamo.utils import counters

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_fused import OPTIMIZERS, train
+from stepping import train
 
+from benchmarks.elementwise import OPTIMIZERS
 from benchmarks.kernels import TARGETS, compiled, facts, kernel_of
+from zcompile import norm
 from zcompile.codegen import build, triton
 from zcompile.codegen.kernel import RANDOM, Kernel, Line, Load, Store
 
@@ -45,12 +47,13 @@ def run_by_the_interpreter():
     """In the process with TRITON_INTERPRET=1: the same values as by C++, for every optimizer."""
     counts = [5, 0, 1024, 1500]
     found = [(name, k) for name in OPTIMIZERS for k in kernels(name)] + [
-        ("halves", halves()), ("at random", at_random())
+        ("halves", halves()), ("at random", at_random()), ("sums", norm.ADDED),
+        ("squares", norm.squared(F32)), ("squares of bf16", norm.squared(BF16)),
     ]  # fmt: skip
     for name, kernel in found:
         torch.manual_seed(0)
         made = {b: [torch.rand(n).to(d) for n in counts] for b, d in kernel.buffers().items()}
-        if "x" in made:  # ties, and values that no bf16 holds
+        if "y" in made:  # ties, and values that no bf16 holds
             special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3.4e38, 1e-40])
             made["y"][0].copy_(special)
         scalars = torch.rand(len(counts), len(kernel.scalars), dtype=torch.float64)
@@ -68,6 +71,10 @@ def run_by_the_interpreter():
                     ours, wanted, rtol=2e-6 if store.dtype == F32 else 0, atol=1e-7, equal_nan=True,
                     msg=lambda text, name=name, b=store.buffer: f"{name}: {b}: {text}",
                 )  # fmt: skip
+        for total in kernel.sums:
+            for ours, wanted, n in zip(results[1][total.buffer], results[0][total.buffer], counts):
+                pieces = -(-n // build.BLOCK)
+                torch.testing.assert_close(ours[:pieces], wanted[:pieces], rtol=1e-12, atol=0)
     return len(found)
 
 
@@ -126,28 +133,13 @@ def test_a_kernel_of_many_values_spills(target):
     assert found.spills, found
 
 
-def test_a_kernel_that_sums_would_use_shared_memory(tmp_path):
-    """The control of `shared == 0`."""
-    import importlib.util
-
-    import triton as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = (
-        "import triton\nimport triton.language as tl\n\n\n@triton.jit\ndef total(x, out):\n"
-        "    tl.store(out, tl.sum(tl.load(x + tl.arange(0, 1024))))\n"
-    )
-    path = tmp_path / "total.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("total_kernel", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    made = tl.compile(
-        ASTSource(module.total, {"x": "*fp32", "out": "*fp32"}, {}, attrs={}),
-        target=GPUTarget(*TARGETS["sm_90"]),
-    )
-    assert made.metadata.shared > 0
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_sum_compiles_without_a_gpu(target, dtype):
+    """It is also the control of `shared == 0`: threads of several warps add up their sums."""
+    found = facts(compiled(norm.squared(dtype), target))
+    narrow_bf16 = target == "gfx942" and dtype == BF16  # 256 lanes of 1,024 elements: 4 each
+    assert found.wide >= (0 if narrow_bf16 else 1) and found.shared > 0 and not found.spills, found
 
 
 GOLDEN = '''\

@@ -86,7 +86,6 @@ __all__ = [
     "disable_dynamo",
     "enclosing_fake_mode",
     "forget_compiled",
-    "global_step_hooks",
     "in_tracer",
     "load_cpp",
     "make_fx",
@@ -99,6 +98,7 @@ __all__ = [
     "select_decomp_table",
     "set_grad_enabled",
     "shortened",
+    "step_pre_hooks",
     "unset_fake_temporarily",
     "without_autograd_cache",
     "without_garbage_collection",
@@ -203,9 +203,9 @@ def at_the_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def global_step_hooks() -> int:
-    """How many hooks look at every optimizer before it steps."""
-    return len(_global_optimizer_pre_hooks)
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks look at an optimizer before it steps, its own and those of all."""
+    return len(optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
 
 
 def shortened(error: Exception) -> Exception:

@@ -25,12 +25,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zcompile import comm, updates
-from zcompile._torch import OptimizedModule, global_step_hooks, no_torch_function
+from zcompile._torch import OptimizedModule, no_torch_function, step_pre_hooks
 from zcompile.accumulation import check_settled, drop, is_open, no_sync
 from zcompile.backend import zero
 from zcompile.errors import OptionError, ZeroError, ZeroWarning
 from zcompile.first_call import fuse_as, shard_whole
 from zcompile.machine import held_elements
+from zcompile.norm import squares
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathered_alone, gradient
 from zcompile.scaler import LossScaler
@@ -190,8 +191,8 @@ class Step:
     @property
     def _waits(self) -> bool:
         """Whether an update needs every gradient: for a norm, for a hook that looks at them."""
-        hooks = len(self.optimizer._optimizer_step_pre_hooks) + global_step_hooks()
-        return self.clip is not None or self.scaler is not None or hooks > 1  # one is our own
+        asked = self.clip is not None or self.scaler is not None
+        return asked or step_pre_hooks(self.optimizer) > 1  # one is our own
 
     def _moved(self) -> dict[str, int]:
         fused = self._fused()
@@ -400,19 +401,19 @@ def _group(params: Mapping[str, ZeroParameter]) -> comm.Group | None:
 
 def _norm(params: Mapping[str, ZeroParameter], grads: Mapping[str, Tensor]) -> float:
     """The norm of all gradients together, the same on every rank; not finite where one of them is
-    not. In two stages, both in a fixed order: the squares of each shard, then those of all."""
+    not. Each rank's squares, then those of all, both in a fixed order."""
     group = _group(params)
     first = group is None or group.rank == 0
     # A replicated gradient is the same on all ranks: it is counted on the first.
     mine = [
-        torch.linalg.vector_norm(grads[name], dtype=torch.float64)
+        grads[name]
         for name, param in params.items()
         if name in grads and (param.spec.sharded or first)
     ]
-    device = next((grad.device for grad in grads.values()), None)
-    total = torch.stack(mine).square().sum() if mine else torch.zeros((), dtype=torch.float64)
+    device = next((grad.device for grad in grads.values()), torch.device("cpu"))
+    total = squares(mine, device)
     if group is not None and group.pg is not None:
-        every = [torch.empty_like(total, device=device) for _ in range(group.world)]
-        dist.all_gather(every, total.to(device), group=group.pg)
+        every = [torch.empty_like(total) for _ in range(group.world)]
+        dist.all_gather(every, total, group=group.pg)
         total = torch.stack(every).sum()
     return float(total.sqrt())  # the only time that the host waits for the device
