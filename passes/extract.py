@@ -18,38 +18,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
-from zcompile._torch import OpOverload
 from zcompile.collectives import all_reduce_bytes, mean_in_place, wire_dtype
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.layout import chunk_rows, largest_shard
+from zcompile.passes.fusing import is_fused, is_joined, is_reordered, kept_in_memory
 from zcompile.passes.graph import hint, is_view, returned_as, size_of, trivial_source
+from zcompile.passes.work import flops, workspace
 from zcompile.schedule.step import Gather, Op, Owned, Reduction, Step
 
 _REDUCTIONS = (REDUCE_GRAD, ALL_REDUCE_GRAD)
 _DIALECT = (UNSHARD, REPLICATE, *_REDUCTIONS)
 _aten = torch.ops.aten
-
-# Operations, besides those tagged pointwise, that Inductor computes inside of another's loop.
-_FUSED = {
-    f"aten::{name}"
-    for name in (
-        "sum mean amax amin var_mean var prod any all argmax argmin embedding gather "
-        "index full full_like zeros ones empty arange scalar_tensor constant_pad_nd cat "
-        "repeat index_select slice_scatter select_scatter _to_copy clone _softmax "
-        "_log_softmax native_layer_norm native_dropout _softmax_backward_data "
-        "_log_softmax_backward_data nll_loss_forward nll_loss_backward "
-        "native_layer_norm_backward scatter rand randn bernoulli"
-    ).split()
-} | {
-    f"prims::{name}"
-    for name in (
-        "convert_element_type iota broadcast_in_dim inductor_random inductor_seeds "
-        "inductor_lookup_seed"
-    ).split()
-}
-
 
 # A loop that would read more values than this has some of them stored first.
 MOST_READS = 8
@@ -119,6 +99,9 @@ class _Reader:
     owned: dict[str, Owned] = field(default_factory=dict)
     in_place: list[tuple[_Storage, list[_Storage]]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
+    # By what a concatenation makes: where, and of what.
+    joins: dict[_Storage, tuple[int, list[_Storage]]] = field(default_factory=dict)
+    loops: list[tuple[int, list[_Storage]]] = field(default_factory=list)
     # By the name under which a later graph receives it: a storage or a gather (by index).
     passed_on: dict[str, _Storage | int] = field(default_factory=dict)
     text: list[str] = field(default_factory=list)
@@ -130,7 +113,7 @@ class _Reader:
         end = begin + len(nodes)
         position = {node: begin + i for i, node in enumerate(nodes)}
         home: dict[fx.Node, Any] = {}  # node -> its _Storage, its gather's index, or None
-        stored = _stored(gm) if self.fused else None
+        stored = kept_in_memory(gm) if self.fused else None
         results = gm.graph.find_nodes(op="output")[0].all_input_nodes
         local: set[fx.Node] = set()
         at = begin
@@ -258,6 +241,7 @@ class _Reader:
                 in_place=scatter and not self.native
                 and mean_in_place(self.world, wire, reduce_dtype, dtype),
                 update_bytes=update_bytes,
+                joined=self.fused and not scatter and not self.native and is_joined(grad),
             )
         )  # fmt: skip
         updated = f", {update_bytes} bytes of update" if update_bytes else ""
@@ -289,8 +273,12 @@ class _Reader:
             return _Inlined(reads)
         stored.add(node)
         made = self._store(size_of(node), at)
-        if _is_fused(node):
-            self.in_place.append((made, [r for r in reads if isinstance(r, _Storage)]))
+        sources = [r for r in reads if isinstance(r, _Storage)]
+        if is_fused(node):
+            moved = {home.get(n) for n in node.all_input_nodes if is_reordered(n)}
+            self.in_place.append((made, [r for r in sources if r not in moved]))
+        if node.target is _aten.cat.default:
+            self.joins[made] = (at, sources)
         return made
 
     def _store(self, size: int, at: int) -> _Storage:
@@ -311,6 +299,16 @@ class _Reader:
                     self.gathers[where]["last"] = max(self.gathers[where]["last"], at)
                 else:
                     where.last = max(where.last, 2 * at + 1)
+                if where in self.joins and is_fused(node):
+                    self._one_loop(where, at)
+
+    def _one_loop(self, joined: _Storage, at: int) -> None:
+        """What a concatenation reads and what the operation at `at` makes of it are alive together,
+        if nothing is computed in between: Inductor makes one loop of both, and runs it as late as
+        right before the next operation."""
+        begin, sources = self.joins[joined]
+        if not any(map(_computes, self.ops[begin + 1 : at])):
+            self.loops.append((at, [joined, *sources]))
 
     def _op(self, node: fx.Node, home: Mapping[fx.Node, Any], stored: set[fx.Node] | None) -> Op:
         value = node.meta.get("val")
@@ -329,7 +327,7 @@ class _Reader:
                 whole = where.bytes if isinstance(where, _Storage) else self.gathers[where]["bytes"]
                 read[where] = max(read.get(where, 0), min(whole, size_of(source) or whole))
         moved = sum(read.values()) + size_of(node)
-        return Op(node.name, flops(node), float(moved), dtype)
+        return Op(node.name, flops(node), float(moved), dtype, workspace(node))
 
     def _reuse(self) -> None:
         """A loop writes its result over an input of the same size that nothing reads any more."""
@@ -345,6 +343,11 @@ class _Reader:
     def step(self) -> Step:
         self._reuse()
         length = len(self.ops)
+        for at, alive in self.loops:
+            later = (p for p in range(at + 1, length) if _computes(self.ops[p]))
+            following = next(later, length)
+            for storage in alive:
+                storage.last = max(storage.last, 2 * following)
         live = {"activations": _curve(self.storages, length)}
         print_ = hashlib.sha256("\n".join([str(self.world), *self.text]).encode()).hexdigest()
         return Step(
@@ -389,80 +392,8 @@ def _curve(storages: Sequence[_Storage], length: int) -> tuple[int, ...]:
     return tuple(itertools.accumulate(change[:slots]))
 
 
-def _stored(gm: fx.GraphModule) -> set[fx.Node]:
-    """The operations whose results a fusing compiler keeps in memory: what anything but a fused
-    operation makes or reads, directly or through views."""
-    kept: set[fx.Node] = set()
-    wanted: set[fx.Node] = set()  # read by something that needs memory
-    for node in reversed(list(gm.graph.nodes)):
-        loop = _is_fused(node)
-        joins = node.target is _aten.cat.default  # what it reads may be computed in place
-        view = node.op == "call_function" and any(is_view(node, n) for n in node.all_input_nodes)
-        if node.op == "call_function" and not view and (not loop or node in wanted):
-            kept.add(node)
-        needs = node.op == "output" or node.target in _DIALECT or not (loop or view or joins)
-        for source in node.all_input_nodes:
-            if needs or (view and node in wanted):
-                wanted.add(source)
-    return kept
-
-
-def _is_fused(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if target is _aten.cat.default:
-        # Inductor copies what lies in memory into one, unless loops are all that reads it.
-        return _read_by_loops(node) or all(_is_loop(n) for n in node.all_input_nodes)
-    return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
-
-
-def _read_by_loops(node: fx.Node) -> bool:
-    for user in node.users:
-        same = user.op == "call_function" and is_view(user, node)
-        if not (_read_by_loops(user) if same else _is_loop(user)):
-            return False
-    return True
-
-
-def _is_loop(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-
-
-def flops(node: fx.Node) -> float:
-    """Of a matrix product, a convolution or attention; 0 for all others."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet in _CPU_ATTENTION:
-        # Two matrix products of (queries, keys, width) forward, five backward.
-        query, key = (_hinted(n.meta["val"]) for n in _queries(node))
-        return _CPU_ATTENTION[packet] * 2.0 * query.numel() * key.shape[-2]
-    count = flop_registry.get(packet)
-    if count is None:
-        return 0.0
-    args = fx.map_arg(node.args, lambda n: _hinted(n.meta.get("val")))
-    kwargs = fx.map_arg(node.kwargs, lambda n: _hinted(n.meta.get("val")))
-    try:
-        return float(count(*args, **kwargs, out_val=_hinted(node.meta.get("val"))))
-    except Exception:  # a formula that does not know this form of the call
-        return 0.0
-
-
-def _queries(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    first = 1 if node.target.overloadpacket is _ATTENTION_BACKWARD else 0
-    return node.args[first : first + 2]
-
-
-_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-_CPU_ATTENTION = {_aten._scaled_dot_product_flash_attention_for_cpu: 2, _ATTENTION_BACKWARD: 5}
-
-
-def _hinted(value: Any) -> Any:
-    """A meta tensor of the traced sizes in place of a fake one with symbolic sizes."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty([hint(n) for n in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_hinted(v) for v in value)
-    return hint(value) if isinstance(value, torch.SymInt) else value
+def _computes(op: Op) -> bool:
+    return bool(op.bytes or op.flops)
 
 
 def _count(value: torch.Tensor) -> int:

@@ -31,8 +31,8 @@ from torch import fx
 
 from zcompile._torch import OpOverload
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
-from zcompile.passes.extract import flops
 from zcompile.passes.graph import aliases, calls, is_view, returned_as, size_of
+from zcompile.passes.work import flops
 
 SMALLEST_BYTES = 2**20
 

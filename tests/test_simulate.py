@@ -1,5 +1,7 @@
 """simulate: times, memory and timelines, by hand."""
 
+from dataclasses import replace
+
 import pytest
 from hand_steps import DEVICE, Line, check_events, gather, pull, push, reduction, simulator
 
@@ -254,6 +256,16 @@ def test_events_are_those_of_the_replay():
     work = [e for e in made.events if e.kind == "compute"]
     assert [e.name for e in work] == ["op0", "op1", "op2", "op3", "op4"]
     assert [e.graph for e in work] == ["forward"] * 2 + ["backward"] * 3
+
+
+def test_every_thread_of_an_operation_takes_its_workspace_while_it_runs():
+    sim = simulator([1, 1, 1], [gather("a", 0, 2, size=4)])
+    ops = [replace(op, workspace=w) for op, w in zip(sim.step.ops, (0, 7, 0))]
+    costs = replace(sim.costs, device=replace(sim.costs.device, threads=3))
+    sim = Simulator(replace(sim.step, ops=tuple(ops)), costs)
+    schedule = Schedule((pull(0, 0, 0),))
+    assert list(sim.memory(schedule)) == [4, 4, 4, 4 + 21, 4, 4, 0]
+    assert max(sim.timeline(schedule).memory.values["workspace"]) == 21
 
 
 def test_operations_with_nothing_between_them_are_one_event():

@@ -31,6 +31,7 @@ def case(seed):
             kind = draw.choice(["reduce-scatter", "all-reduce"])
             more = {"size": size(), "grad_bytes": size(), "result_bytes": size()}
             more["in_place"] = in_place and kind == "reduce-scatter"
+            more["joined"] = kind == "all-reduce" and (seed + len(reductions)) % 2 == 0
             more["update_bytes"] = draw.choice([0, 0, 1, 2])
             reductions.append(reduction(name, ready, needed, graph=graph, kind=kind, **more))
     sim = simulator(
@@ -109,10 +110,14 @@ def counted(sim, schedule):
                     total += row.bytes if exists and there and slot <= 2 * last + 1 else 0
                 continue
             for row in members:
-                total += row.grad_bytes if 2 * row.ready <= slot <= 2 * bucket.wait else 0
+                alone = not row.joined or step.world == 1
+                total += row.grad_bytes if alone and 2 * row.ready <= slot <= 2 * bucket.wait else 0
                 there = issued and (awaited or row.in_place)
                 gone = row.update_bytes and slot > 2 * bucket.wait
                 total += row.result_bytes if there and not gone else 0
+            if bucket.kind == "all-reduce" and step.world > 1 and not in_flight:
+                first = min((2 * r.ready - 1 for r in members if r.joined), default=slot + 1)
+                total += whole if first <= slot <= 2 * bucket.wait else 0
             if in_flight and step.world > 1:
                 if bucket.kind == "all-reduce":
                     total += whole
@@ -183,7 +188,11 @@ def test_the_cases_are_of_every_kind():
             ] += 1
         seen["kept"] += bool(schedule.kept)
         seen["empty"] += not schedule.buckets
-    assert len(seen) == 3 * 2**4 + 2
+        joined = [r.joined for b in schedule.buckets if b.kind == "all-reduce"
+                  for r in map(sim.step.reductions.__getitem__, b.members)]  # fmt: skip
+        seen["joined"] += any(joined)
+        seen["joined in part"] += any(joined) and not all(joined)
+    assert len(seen) == 3 * 2**4 + 4 and all(seen.values())
 
 
 @pytest.mark.parametrize("first", CASES[::250])

@@ -111,7 +111,8 @@ def calibrate(group: comm.Group, device: torch.device) -> Calibration:
             kept = _measure(group, device, key["hosts"].count(socket.gethostname()))
             if group.rank == 0:
                 cache.store("links", key, _plain(kept))
-        return replace(kept, native=group.native)
+        with_threads = replace(kept.device, threads=max(key["threads"]))
+        return replace(kept, device=with_threads, native=group.native)
 
 
 def hosts(group: comm.Group, device: torch.device) -> dict[str, Any]:

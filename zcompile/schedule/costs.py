@@ -22,7 +22,8 @@ from zcompile.schedule.step import Op, Step
 class Device:
     """flops: by dtype name, per second, dense; bandwidth: bytes per second; memory: bytes;
     launch: seconds per operation; efficiency: the share of the peak that large operations reach.
-    source: where the figures are published, or how they were measured."""
+    source: where the figures are published, or how they were measured. threads: that share an
+    operation, each with a workspace of its own."""
 
     name: str
     flops: Mapping[str, float]
@@ -31,6 +32,7 @@ class Device:
     launch: float
     efficiency: float
     source: str
+    threads: int = 1
 
     def seconds(self, op: Op) -> float:
         """A dtype without a figure computes as float32 does; what moves and computes nothing (a

@@ -27,7 +27,7 @@ CATEGORIES = (
     "activations",  # everything else the graphs compute
     "gathered",  # whole parameters
     "communication",  # send and receive buffers of collectives in flight
-    "workspace",  # what one operation needs while it runs; nothing fills it yet
+    "workspace",  # what one operation needs while it runs
 )
 
 # Lanes of a timeline. Those after compute carry transfers.

@@ -183,7 +183,12 @@ class Simulator:
 
     @cached_property
     def base_by_category(self) -> dict[str, np.ndarray]:
-        return {name: np.array(curve, np.int64) for name, curve in self.step.live.items()}
+        found = {name: np.array(curve, np.int64) for name, curve in self.step.live.items()}
+        workspace = np.array([op.workspace for op in self.step.ops], np.int64)
+        if workspace.any():
+            found["workspace"] = np.zeros(2 * self.end + 1, np.int64)
+            found["workspace"][1::2] = workspace * self.costs.device.threads
+        return found
 
     def intervals(self, schedule: Schedule) -> list[tuple[str, int, int, int]]:
         """(category, bytes, first slot, last slot) of everything that collectives hold."""
@@ -198,13 +203,16 @@ class Simulator:
         if bucket.kind == "all-gather":
             return self._held_by_gather(bucket, kept, first, between)
         world, native = self.step.world, self.step.native
-        out, whole, cast, in_place = [], 0, 0, 0
+        out, whole, cast, in_place, flat = [], 0, 0, 0, first
         for m in bucket.members:
             r = self.step.reductions[m]
             whole += r.bytes
             cast += r.bytes if r.bytes != r.grad_bytes else 0
             in_place += r.result_bytes if r.in_place else 0
-            out.append(("gradients", r.grad_bytes, 2 * r.ready, between))
+            if r.joined and world > 1:
+                flat = max(min(flat, 2 * r.ready - 1), 0)
+            else:
+                out.append(("gradients", r.grad_bytes, 2 * r.ready, between))
             last = between if r.update_bytes else 2 * self.end
             out.append(("gradients", r.result_bytes, first if r.in_place else between, last))
         if world == 1:
@@ -215,7 +223,7 @@ class Simulator:
             parts = sum(_flat(whole, self.sent(bucket), world))
         else:
             parts = max(whole * (world - 1) // world - in_place, 0) + cast
-        out.append(("communication", parts, first, between))
+        out.append(("communication", parts, flat, between))
         return out
 
     def _held_by_gather(

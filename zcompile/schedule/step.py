@@ -16,12 +16,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Op:
     """One operation. flops: of matrix products and convolutions; bytes: read and written memory
-    (0 for a view, or where it is fused into another). dtype: of its result, as in "bfloat16"."""
+    (0 for a view, or where it is fused into another). dtype: of its result, as in "bfloat16".
+    workspace: bytes that each thread takes while it runs."""
 
     name: str
     flops: float
     bytes: float
     dtype: str
+    workspace: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class Reduction:
     the graph's end. bytes: on the wire; grad_bytes: the whole gradient as it was computed;
     result_bytes: this rank's part of the mean, which lives on; in_place: where it was received.
     update_bytes: read and written by the optimizer's update that consumes the mean right behind its
-    wait; 0: none does. mergeable: gradients of one class may travel in one bucket."""
+    wait; 0: none does. joined: it is computed straight into the flat buffer of its bucket, which
+    is there from the first such member on. mergeable: gradients of one class may travel in one
+    bucket."""
 
     parameter: str
     graph: int
@@ -63,6 +67,7 @@ class Reduction:
     mergeable: str = ""
     in_place: bool = False
     update_bytes: int = 0
+    joined: bool = False
 
 
 @dataclass(frozen=True)
