@@ -59,7 +59,8 @@ class Row:
     sent: int | None = None
     sent_planned: int | None = None
     lean_peak: int | None = None
-    every: list[float] = field(default_factory=list)  # measured_seconds of each round
+    # Of each round: measured and predicted seconds.
+    every: list[tuple[float, float]] = field(default_factory=list)
 
 
 def main() -> None:
@@ -107,14 +108,14 @@ def _round(args: argparse.Namespace) -> list[Row]:
 
 
 def _median(rows: list[Row]) -> Row:
-    """One row of the same system in several rounds: medians of times, the largest peak."""
+    """One row of the same system in several rounds: medians of times, and the peaks of the round in
+    which the measured one was most above its plan's."""
     predicted = [row.predicted_seconds for row in rows if row.predicted_seconds is not None]
     return replace(
-        rows[0],
+        max(rows, key=lambda row: row.measured_peak / (row.predicted_peak or 1)),
         measured_seconds=statistics.median(row.measured_seconds for row in rows),
-        measured_peak=max(row.measured_peak for row in rows),
         predicted_seconds=statistics.median(predicted) if predicted else None,
-        every=[row.measured_seconds for row in rows],
+        every=[(row.measured_seconds, row.predicted_seconds or 0.0) for row in rows],
     )
 
 
@@ -308,21 +309,23 @@ def show(rows: list[Row]) -> None:
     Console().print(f"over their budget: {', '.join(over) or 'none'}")
     wrong = [r.name for r in planned if abs((r.sent or 0) - (r.sent_planned or 0)) > 4096]
     Console().print(f"bytes sent that differ from the plan's: {', '.join(wrong) or 'none'}")
-    alike, pairs = ranked(planned)
-    Console().print(f"pairs that every round measured in one order: {pairs}, simulated so: {alike}")
+    if all(len(row.every) > 1 for row in planned):
+        alike, pairs = ranked(planned)
+        text = "pairs that every round measured, and simulated, in one order"
+        Console().print(f"{text}: {pairs}, the same one: {alike}")
 
 
 def ranked(rows: list[Row]) -> tuple[int, int]:
-    """(those simulated in the same order, pairs of plans of which each round found the same one
-    faster). Within a round, so that a machine which drifts tells no two plans apart; plans that
-    are one and the same are no pair."""
+    """(those simulated in the order in which they were measured, pairs of plans of which every
+    round found the same one faster). By rounds, so that a machine which drifts tells no two plans
+    apart; plans that are one and the same are no pair."""
     alike = pairs = 0
     for one, other in itertools.combinations(rows, 2):
-        simulated = (one.predicted_seconds or 0) - (other.predicted_seconds or 0)
-        orders = {a < b for a, b in zip(one.every, other.every, strict=True)}
-        if simulated and len(orders) == 1:
+        both = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(one.every, other.every, strict=True)]
+        told = [all(d[i] < 0 for d in both) or all(d[i] > 0 for d in both) for i in (0, 1)]
+        if all(told):
             pairs += 1
-            alike += (simulated < 0) in orders
+            alike += (both[0][0] < 0) == (both[0][1] < 0)
     return alike, pairs
 
 

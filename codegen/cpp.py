@@ -119,7 +119,9 @@ extern "C" void {name}(void* const* addresses, const int64_t* counts, const doub
 }}
 """
 
-_VECTOR = 16  # elements: what no thread shares with another
+assert PIECE % _BLOCK == 0  # no block belongs to two sums
+
+_VECTOR = 16  # elements, a cache line of float32: threads share none within a segment
 
 
 def emit(kernel: Kernel) -> str:

@@ -5,7 +5,7 @@ Elementwise: loads from some buffers, lines of arithmetic, stores to some buffer
 are the same for a whole segment of elements (a learning rate, a bias correction) come as scalars.
 
 A sum is the first stage of one: of every PIECE elements of a segment, in an order that neither the
-number of threads nor the device's load changes. What is left is summed by the same kernel again.
+number of threads nor the device's load changes. What is left is summed by another kernel alike.
 
 Rounding at random adds 16 random bits below what a bfloat16 keeps. They are a hash of the element's
 number in its segment, counted from where RANDOM says, and of the store's: every emitter's kernel,
@@ -144,9 +144,11 @@ class Kernel:
                 raise ValueError(f"{store}: undefined")
             if store.random and not (store.dtype == torch.bfloat16 and known.issuperset(RANDOM)):
                 raise ValueError(f"{store}: only bfloat16 is rounded at random, by {RANDOM}")
+        taken = known | set(self.elements())
         for total in self.sums:
-            if total.value not in known or total.buffer in self.elements():
-                raise ValueError(f"{total}: undefined, or into a buffer of elements")
+            if total.value not in known or total.buffer in taken:
+                raise ValueError(f"{total}: undefined, or into what has that name")
+            taken.add(total.buffer)
 
     def elements(self) -> dict[str, torch.dtype]:
         """The buffers that hold a value an element, loaded ones first."""

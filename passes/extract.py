@@ -22,13 +22,12 @@ from torch import fx
 from zcompile.collectives import all_reduce_bytes, mean_in_place, wire_dtype
 from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.layout import chunk_rows, largest_shard
-from zcompile.passes.fusing import is_fused, is_joined, is_reordered, kept_in_memory
+from zcompile.passes.fusing import COLLECTIVE, Fusing, is_reordered
 from zcompile.passes.graph import hint, is_view, returned_as, size_of, trivial_source
 from zcompile.passes.work import flops, workspace
 from zcompile.schedule.step import Gather, Op, Owned, Reduction, Step
 
 _REDUCTIONS = (REDUCE_GRAD, ALL_REDUCE_GRAD)
-_DIALECT = (UNSHARD, REPLICATE, *_REDUCTIONS)
 _aten = torch.ops.aten
 
 # A loop that would read more values than this has some of them stored first.
@@ -54,7 +53,7 @@ def operations(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def _is_schedule(node: fx.Node) -> bool:
-    return node.target in _DIALECT or _is_shard_view(node)
+    return node.target in COLLECTIVE or _is_shard_view(node)
 
 
 def _is_shard_view(node: fx.Node) -> bool:
@@ -72,14 +71,16 @@ def extract(
     world: int,
     native: bool,
     fused: bool,
+    cpu: bool = True,
     updates: Mapping[str, int] | None = None,
 ) -> Step:
     """The step that `graphs` make, in order of execution: (direction, graph) each.
 
     fused: whether the engine fuses (Inductor), or every operation stores what it computes.
+    cpu: whether they run on a CPU, whatever their fake tensors say.
     updates: parameters that the step also updates, and the bytes which that reads and writes.
     """
-    reader = _Reader(world, native, fused, updates or {})
+    reader = _Reader(world, native, Fusing(cpu) if fused else None, cpu, updates or {})
     for direction, gm in graphs:
         reader.read(direction, gm)
     return reader.step()
@@ -89,7 +90,8 @@ def extract(
 class _Reader:
     world: int
     native: bool
-    fused: bool
+    fusing: Fusing | None
+    cpu: bool
     updates: Mapping[str, int] = field(default_factory=dict)
     directions: list[str] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -99,8 +101,9 @@ class _Reader:
     owned: dict[str, Owned] = field(default_factory=dict)
     in_place: list[tuple[_Storage, list[_Storage]]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
-    # By what a concatenation makes: where, and of what.
-    joins: dict[_Storage, tuple[int, list[_Storage]]] = field(default_factory=dict)
+    # By what a concatenation makes: its position, and what it reads.
+    concatenated: dict[_Storage, tuple[int, list[_Storage]]] = field(default_factory=dict)
+    # Positions of loops that read a concatenation, and what lives until the operation behind them.
     loops: list[tuple[int, list[_Storage]]] = field(default_factory=list)
     # By the name under which a later graph receives it: a storage or a gather (by index).
     passed_on: dict[str, _Storage | int] = field(default_factory=dict)
@@ -113,7 +116,7 @@ class _Reader:
         end = begin + len(nodes)
         position = {node: begin + i for i, node in enumerate(nodes)}
         home: dict[fx.Node, Any] = {}  # node -> its _Storage, its gather's index, or None
-        stored = kept_in_memory(gm) if self.fused else None
+        stored = self.fusing.kept_in_memory(gm) if self.fusing else None
         results = gm.graph.find_nodes(op="output")[0].all_input_nodes
         local: set[fx.Node] = set()
         at = begin
@@ -129,7 +132,7 @@ class _Reader:
                 home[node] = None
             elif node.target in _REDUCTIONS:
                 home[node] = None
-                self._reduction(node, graph, at, position, end)
+                self._reduction(node, graph, at, position, end, home)
             elif node in position and not local.isdisjoint(node.all_input_nodes):
                 # What is made of this rank's own rows has sizes of its own on every rank.
                 local.add(node)
@@ -210,8 +213,9 @@ class _Reader:
         self.owned.setdefault(name, owned)
 
     def _reduction(
-        self, node: fx.Node, graph: int, at: int, position: Mapping[fx.Node, int], end: int
-    ) -> None:
+        self, node: fx.Node, graph: int, at: int, position: Mapping[fx.Node, int], end: int,
+        home: Mapping[fx.Node, Any],
+    ) -> None:  # fmt: skip
         grad, dtype, reduce_dtype, _, name = node.args
         assert isinstance(grad, fx.Node)
         value = grad.meta["val"]
@@ -230,6 +234,9 @@ class _Reader:
             if scatter
             else all_reduce_bytes(whole, self.world)
         )
+        source = self.fusing.joined(grad) if self.fusing and not (scatter or self.native) else None
+        if source is not None and isinstance(home.get(source), _Storage):
+            home[source].bytes = 0  # it is a part of its bucket's buffer
         self.reductions.append(
             Reduction(
                 parameter=str(name), graph=graph,
@@ -241,7 +248,7 @@ class _Reader:
                 in_place=scatter and not self.native
                 and mean_in_place(self.world, wire, reduce_dtype, dtype),
                 update_bytes=update_bytes,
-                joined=self.fused and not scatter and not self.native and is_joined(grad),
+                joined=position[source] if source is not None else None,
             )
         )  # fmt: skip
         updated = f", {update_bytes} bytes of update" if update_bytes else ""
@@ -269,16 +276,16 @@ class _Reader:
         if stored is None:
             return self._store(size_of(node), at)
         reads = frozenset().union(*(_leaves(home.get(n)) for n in node.all_input_nodes))
+        moved = frozenset().union(*(_reordered(n, home.get(n)) for n in node.all_input_nodes))
         if node not in stored and len(reads) <= MOST_READS:
-            return _Inlined(reads)
+            return _Inlined(reads, moved)
         stored.add(node)
         made = self._store(size_of(node), at)
         sources = [r for r in reads if isinstance(r, _Storage)]
-        if is_fused(node):
-            moved = {home.get(n) for n in node.all_input_nodes if is_reordered(n)}
+        if self.fusing and self.fusing.is_fused(node):
             self.in_place.append((made, [r for r in sources if r not in moved]))
         if node.target is _aten.cat.default:
-            self.joins[made] = (at, sources)
+            self.concatenated[made] = (at, sources)
         return made
 
     def _store(self, size: int, at: int) -> _Storage:
@@ -299,14 +306,14 @@ class _Reader:
                     self.gathers[where]["last"] = max(self.gathers[where]["last"], at)
                 else:
                     where.last = max(where.last, 2 * at + 1)
-                if where in self.joins and is_fused(node):
+                if where in self.concatenated and self.fusing and self.fusing.is_fused(node):
                     self._one_loop(where, at)
 
     def _one_loop(self, joined: _Storage, at: int) -> None:
         """What a concatenation reads and what the operation at `at` makes of it are alive together,
         if nothing is computed in between: Inductor makes one loop of both, and runs it as late as
         right before the next operation."""
-        begin, sources = self.joins[joined]
+        begin, sources = self.concatenated[joined]
         if not any(map(_computes, self.ops[begin + 1 : at])):
             self.loops.append((at, [joined, *sources]))
 
@@ -327,7 +334,7 @@ class _Reader:
                 whole = where.bytes if isinstance(where, _Storage) else self.gathers[where]["bytes"]
                 read[where] = max(read.get(where, 0), min(whole, size_of(source) or whole))
         moved = sum(read.values()) + size_of(node)
-        return Op(node.name, flops(node), float(moved), dtype, workspace(node))
+        return Op(node.name, flops(node), float(moved), dtype, workspace(node) if self.cpu else 0)
 
     def _reuse(self) -> None:
         """A loop writes its result over an input of the same size that nothing reads any more."""
@@ -344,8 +351,8 @@ class _Reader:
         self._reuse()
         length = len(self.ops)
         for at, alive in self.loops:
-            later = (p for p in range(at + 1, length) if _computes(self.ops[p]))
-            following = next(later, length)
+            end = next(end for end in self.ends if at < end)
+            following = next((p for p in range(at + 1, end) if _computes(self.ops[p])), end)
             for storage in alive:
                 storage.last = max(storage.last, 2 * following)
         live = {"activations": _curve(self.storages, length)}
@@ -365,10 +372,11 @@ class _Reader:
 
 
 class _Inlined:
-    """A value that is never stored; whoever reads it reads `leaves`."""
+    """A value that is never stored; whoever reads it reads `leaves`, some of them in another order
+    than their own."""
 
-    def __init__(self, leaves: frozenset[Any]) -> None:
-        self.leaves = leaves
+    def __init__(self, leaves: frozenset[Any], moved: frozenset[Any]) -> None:
+        self.leaves, self.moved = leaves, moved
 
 
 def _leaves(where: Any) -> frozenset[Any]:
@@ -379,6 +387,13 @@ def _leaves(where: Any) -> frozenset[Any]:
     if isinstance(where, dict):
         return frozenset(where.values())
     return frozenset((where,))
+
+
+def _reordered(node: fx.Node, where: Any) -> frozenset[Any]:
+    """What somebody who reads `node`, which lives in `where`, reads in another order."""
+    if is_reordered(node):
+        return _leaves(where)
+    return where.moved if isinstance(where, _Inlined) else frozenset()
 
 
 def _curve(storages: Sequence[_Storage], length: int) -> tuple[int, ...]:

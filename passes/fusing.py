@@ -3,6 +3,8 @@ operation's loop."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import fx
 
@@ -11,7 +13,9 @@ from zcompile.dialect import ALL_REDUCE_GRAD, REDUCE_GRAD, REPLICATE, UNSHARD
 from zcompile.passes.graph import is_view
 
 _aten = torch.ops.aten
-_DIALECT = (UNSHARD, REPLICATE, REDUCE_GRAD, ALL_REDUCE_GRAD)
+
+# What is not scheduled yet.
+COLLECTIVE = (UNSHARD, REPLICATE, REDUCE_GRAD, ALL_REDUCE_GRAD)
 
 # Operations, besides those tagged pointwise, that Inductor computes inside of another's loop.
 _FUSED = {
@@ -33,51 +37,62 @@ _FUSED = {
 }
 
 
-def kept_in_memory(gm: fx.GraphModule) -> set[fx.Node]:
-    """The operations whose results a fusing compiler keeps in memory: what anything but a fused
-    operation makes or reads, directly or through views."""
-    kept: set[fx.Node] = set()
-    wanted: set[fx.Node] = set()  # read by something that needs memory
-    for node in reversed(list(gm.graph.nodes)):
-        loop = is_fused(node)
-        joins = node.target is _aten.cat.default  # what it reads may be computed in place
-        view = node.op == "call_function" and any(is_view(node, n) for n in node.all_input_nodes)
-        if node.op == "call_function" and not view and (not loop or node in wanted):
-            kept.add(node)
-        needs = node.op == "output" or node.target in _DIALECT or not (loop or view or joins)
-        for source in node.all_input_nodes:
-            if needs or (view and node in wanted):
-                wanted.add(source)
-    return kept
+@dataclass(frozen=True)
+class Fusing:
+    """cpu: whether it compiles for a CPU."""
 
+    cpu: bool
 
-def is_fused(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if target is _aten.cat.default:
-        # On a CPU Inductor always writes what is concatenated into memory. On others it copies what
-        # lies in memory there, unless loops are all that reads it.
-        loops = _read_by_loops(node) or all(_is_loop(n) for n in node.all_input_nodes)
-        return loops and node.meta["val"].device.type != "cpu"
-    return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
+    def kept_in_memory(self, gm: fx.GraphModule) -> set[fx.Node]:
+        """The operations whose results are kept in memory: what anything but a fused operation
+        makes or reads, directly or through views."""
+        kept: set[fx.Node] = set()
+        wanted: set[fx.Node] = set()  # read by something that needs memory
+        for node in reversed(list(gm.graph.nodes)):
+            loop = self.is_fused(node)
+            joins = node.target is _aten.cat.default  # what it reads may be computed in place
+            view = source_of_view(node) is not None
+            if node.op == "call_function" and not view and (not loop or node in wanted):
+                kept.add(node)
+            needs = node.op == "output" or node.target in COLLECTIVE or not (loop or view or joins)
+            for source in node.all_input_nodes:
+                if needs or (view and node in wanted):
+                    wanted.add(source)
+        return kept
+
+    def is_fused(self, node: fx.Node) -> bool:
+        target = node.target
+        if not isinstance(target, OpOverload):
+            return False
+        if target is _aten.cat.default:
+            # On a CPU what is concatenated is always written into memory. Elsewhere what lies in
+            # memory is copied there, unless loops are all that reads it.
+            loops = all(_is_loop(n) for n in node.all_input_nodes)
+            return not self.cpu and (loops or _read_by_loops(node))
+        return torch.Tag.pointwise in target.tags or target._schema.name in _FUSED
+
+    def joined(self, grad: fx.Node) -> fx.Node | None:
+        """The operation that computes a gradient straight into the buffer in which it travels."""
+        source = source_of_view(grad)
+        if source is not None:
+            return self.joined(source)
+        return grad if self.is_fused(grad) else None
 
 
 def is_reordered(node: fx.Node) -> bool:
     """Whether it is a view that reads memory in another order."""
-    source = next((n for n in node.all_input_nodes if is_view(node, n)), None)
-    if node.op != "call_function" or source is None:
-        return False
-    return node.target in _REORDERING or is_reordered(source)
+    source = source_of_view(node)
+    return source is not None and (node.target in _REORDERING or is_reordered(source))
 
 
 _REORDERING = {_aten.permute.default, _aten.transpose.int, _aten.t.default}
 
 
-def is_joined(grad: fx.Node) -> bool:
-    """Whether a gradient is computed straight into the buffer in which it travels."""
-    source = next((n for n in grad.all_input_nodes if is_view(grad, n)), None)
-    return is_fused(grad) if source is None else is_joined(source)
+def source_of_view(node: fx.Node) -> fx.Node | None:
+    """What `node` is a view of."""
+    if node.op != "call_function":
+        return None
+    return next((n for n in node.all_input_nodes if is_view(node, n)), None)
 
 
 def _read_by_loops(node: fx.Node) -> bool:

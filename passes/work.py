@@ -34,8 +34,10 @@ def flops(node: fx.Node) -> float:
 def workspace(node: fx.Node) -> int:
     """Bytes that each thread takes: of attention on a CPU, by ATen's cpu/FlashAttentionKernel.cpp.
 
-    Of a block of queries and one of keys the products in float32, twice in backward; forward also
-    the block's sums, maxima and result.
+    Of a block of queries and one of keys the products, twice in backward; forward also the block's
+    sums, maxima and result, all in float32 or wider. Not counted: a copy of a gradient that does
+    not lie as its result does; what oneDNN's products in bfloat16 take, and keys and values packed
+    for them.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in _CPU_ATTENTION:
@@ -44,10 +46,11 @@ def workspace(node: fx.Node) -> int:
     length, width = query.shape[-2:]
     rows = min(length, 256 if length >= 768 else 64 if length >= 192 else 32)
     products = rows * min(key.shape[-2], 512)
+    wide = max(4, query.element_size())
     low = products * query.element_size() if query.element_size() < 4 else 0
     if packet is _ATTENTION_BACKWARD:
-        return 4 * (2 * products + rows) + 2 * low
-    return 4 * (products + 2 * rows + rows * width) + low
+        return wide * (2 * products + rows) + 2 * low
+    return wide * (products + 2 * rows + rows * width) + low
 
 
 def _queries(node: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -31,7 +31,8 @@ def case(seed):
             kind = draw.choice(["reduce-scatter", "all-reduce"])
             more = {"size": size(), "grad_bytes": size(), "result_bytes": size()}
             more["in_place"] = in_place and kind == "reduce-scatter"
-            more["joined"] = kind == "all-reduce" and (seed + len(reductions)) % 2 == 0
+            joins = kind == "all-reduce" and ready and (seed + len(reductions)) % 2 == 0
+            more["joined"] = ready - 1 if joins else None
             more["update_bytes"] = draw.choice([0, 0, 1, 2])
             reductions.append(reduction(name, ready, needed, graph=graph, kind=kind, **more))
     sim = simulator(
@@ -110,13 +111,15 @@ def counted(sim, schedule):
                     total += row.bytes if exists and there and slot <= 2 * last + 1 else 0
                 continue
             for row in members:
-                alone = not row.joined or step.world == 1
+                alone = row.joined is None or step.world == 1
                 total += row.grad_bytes if alone and 2 * row.ready <= slot <= 2 * bucket.wait else 0
                 there = issued and (awaited or row.in_place)
                 gone = row.update_bytes and slot > 2 * bucket.wait
                 total += row.result_bytes if there and not gone else 0
             if bucket.kind == "all-reduce" and step.world > 1 and not in_flight:
-                first = min((2 * r.ready - 1 for r in members if r.joined), default=slot + 1)
+                first = min(
+                    (2 * p + 1 for r in members if (p := r.joined) is not None), default=slot + 1
+                )
                 total += whole if first <= slot <= 2 * bucket.wait else 0
             if in_flight and step.world > 1:
                 if bucket.kind == "all-reduce":
@@ -188,7 +191,7 @@ def test_the_cases_are_of_every_kind():
             ] += 1
         seen["kept"] += bool(schedule.kept)
         seen["empty"] += not schedule.buckets
-        joined = [r.joined for b in schedule.buckets if b.kind == "all-reduce"
+        joined = [r.joined is not None for b in schedule.buckets if b.kind == "all-reduce"
                   for r in map(sim.step.reductions.__getitem__, b.members)]  # fmt: skip
         seen["joined"] += any(joined)
         seen["joined in part"] += any(joined) and not all(joined)

@@ -111,8 +111,9 @@ def calibrate(group: comm.Group, device: torch.device) -> Calibration:
             kept = _measure(group, device, key["hosts"].count(socket.gethostname()))
             if group.rank == 0:
                 cache.store("links", key, _plain(kept))
-        with_threads = replace(kept.device, threads=max(key["threads"]))
-        return replace(kept, device=with_threads, native=group.native)
+        threads = max(key["threads"]) if device.type == "cpu" else 0
+        on = replace(kept.device, threads=threads)
+        return replace(kept, device=on, native=group.native)
 
 
 def hosts(group: comm.Group, device: torch.device) -> dict[str, Any]:

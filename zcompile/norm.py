@@ -23,7 +23,7 @@ _WIDE = torch.float64
 
 def squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The sum over all elements of all `tensors`, which are on `device`: a float64 of shape ()."""
-    tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors if t.numel()]
+    tensors = [_in_a_row(t) for t in tensors if t.numel()]
     sums = torch.empty(sum(map(_pieces, tensors)), dtype=_WIDE, device=device)
     places = sums.split([_pieces(t) for t in tensors])
     for dtype in sorted({t.dtype for t in tensors}, key=str):
@@ -50,6 +50,16 @@ ADDED = Kernel(
 )  # fmt: skip
 
 
+def _in_a_row(tensor: Tensor) -> Tensor:
+    """Its elements as they lie, in any order: a view, unless there are gaps between them."""
+    reached = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1 and stride != reached:
+            return tensor.contiguous()
+        reached *= extent
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def _pieces(tensor: Tensor) -> int:
     return -(-tensor.numel() // PIECE)
 
@@ -73,14 +83,14 @@ def _built(kernel: Kernel, device: torch.device) -> build.Run | None:
         warnings.warn(
             f"norms are computed by torch, with a copy in double precision: {error}",
             ZeroWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
         return None
 
 
 def _by_torch(kernel: Kernel, tensor: Tensor, sums: Tensor) -> None:
     """Where no compiler is: piece by piece too, with a copy of the tensor in double precision."""
-    wide = tensor.flatten().to(_WIDE)
+    wide = tensor.to(_WIDE)
     if kernel.body:
         wide = wide.square()
     wide = torch.nn.functional.pad(wide, (0, -wide.numel() % PIECE))

@@ -81,8 +81,9 @@ class Setting:
     def step(self, graphs: Graphs) -> Step:
         fused = self.options.engine == "inductor"
         return extract(
-            graphs, world=self.world, native=self.native, fused=fused, updates=self.updates
-        )
+            graphs, world=self.world, native=self.native, fused=fused,
+            cpu=self.costs.device.threads > 0, updates=self.updates,
+        )  # fmt: skip
 
     def simulator(self, step: Step) -> Simulator:
         measured = self.measured.get(step.fingerprint, {})

@@ -416,4 +416,4 @@ def _norm(params: Mapping[str, ZeroParameter], grads: Mapping[str, Tensor]) -> f
         every = [torch.empty_like(total) for _ in range(group.world)]
         dist.all_gather(every, total, group=group.pg)
         total = torch.stack(every).sum()
-    return float(total.sqrt())  # the only time that the host waits for the device
+    return float(total.sqrt())  # here the host waits for the device

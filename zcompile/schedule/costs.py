@@ -22,8 +22,8 @@ from zcompile.schedule.step import Op, Step
 class Device:
     """flops: by dtype name, per second, dense; bandwidth: bytes per second; memory: bytes;
     launch: seconds per operation; efficiency: the share of the peak that large operations reach.
-    source: where the figures are published, or how they were measured. threads: that share an
-    operation, each with a workspace of its own."""
+    source: where the figures are published, or how they were measured. threads: of a
+    CPU that share an operation, each with a workspace of its own; 0 of what is no CPU."""
 
     name: str
     flops: Mapping[str, float]
@@ -32,7 +32,7 @@ class Device:
     launch: float
     efficiency: float
     source: str
-    threads: int = 1
+    threads: int = 0
 
     def seconds(self, op: Op) -> float:
         """A dtype without a figure computes as float32 does; what moves and computes nothing (a

@@ -37,6 +37,7 @@ _CPU = Device(
     launch=CPU_LAUNCH_SECONDS,
     efficiency=0.7,
     source="one core with AVX-512, by its width and clock; not measured",
+    threads=1,
 )
 
 _V100 = Device(

@@ -26,7 +26,7 @@ CATEGORIES = (
     "gradients",  # this rank's reduced gradients, and whole ones from their making to reduction
     "activations",  # everything else the graphs compute
     "gathered",  # whole parameters
-    "communication",  # send and receive buffers of collectives in flight
+    "communication",  # send and receive buffers of collectives in flight or being filled
     "workspace",  # what one operation needs while it runs
 )
 

@@ -203,14 +203,14 @@ class Simulator:
         if bucket.kind == "all-gather":
             return self._held_by_gather(bucket, kept, first, between)
         world, native = self.step.world, self.step.native
-        out, whole, cast, in_place, flat = [], 0, 0, 0, first
+        out, whole, cast, in_place, filled = [], 0, 0, 0, first
         for m in bucket.members:
             r = self.step.reductions[m]
             whole += r.bytes
             cast += r.bytes if r.bytes != r.grad_bytes else 0
             in_place += r.result_bytes if r.in_place else 0
-            if r.joined and world > 1:
-                flat = max(min(flat, 2 * r.ready - 1), 0)
+            if r.joined is not None and world > 1:
+                filled = min(filled, 2 * r.joined + 1)
             else:
                 out.append(("gradients", r.grad_bytes, 2 * r.ready, between))
             last = between if r.update_bytes else 2 * self.end
@@ -223,7 +223,7 @@ class Simulator:
             parts = sum(_flat(whole, self.sent(bucket), world))
         else:
             parts = max(whole * (world - 1) // world - in_place, 0) + cast
-        out.append(("communication", parts, flat, between))
+        out.append(("communication", parts, filled, between))
         return out
 
     def _held_by_gather(

@@ -50,9 +50,9 @@ class Reduction:
     the graph's end. bytes: on the wire; grad_bytes: the whole gradient as it was computed;
     result_bytes: this rank's part of the mean, which lives on; in_place: where it was received.
     update_bytes: read and written by the optimizer's update that consumes the mean right behind its
-    wait; 0: none does. joined: it is computed straight into the flat buffer of its bucket, which
-    is there from the first such member on. mergeable: gradients of one class may travel in one
-    bucket."""
+    wait; 0: none does. joined: the operation that computes it straight into the flat buffer of its
+    bucket, which is there from the first such one on; None: it has memory of its own.
+    mergeable: gradients of one class may travel in one bucket."""
 
     parameter: str
     graph: int
@@ -67,7 +67,7 @@ class Reduction:
     mergeable: str = ""
     in_place: bool = False
     update_bytes: int = 0
-    joined: bool = False
+    joined: int | None = None
 
 
 @dataclass(frozen=True)
