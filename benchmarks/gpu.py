@@ -10,6 +10,8 @@ Its times mean nothing and nothing is recorded. On a GPU, writes benchmarks/resu
   within 1e-6 of their largest value, and a bf16 copy to the last bit;
 - kernel: AdamW with a bf16 gradient and a bf16 copy, 28 bytes an element, against torch's fused
   AdamW between two casts, and against copying memory, which is the limit;
+- norm: the sum of squares of as many elements against torch's norms in float32, by the bytes of
+  one reading; its value within 1e-12 of torch's in double precision;
 - step: a GPT under zcompile.compile_step, torch.compile(backend="zero") and plain torch.compile:
   tokens a second and peak memory.
 """
@@ -31,8 +33,9 @@ from torch import nn, optim
 import zcompile
 from benchmarks.elementwise import OPTIMIZERS
 from benchmarks.models import GPT, SHAPES, Shape
-from benchmarks.optimizer import BF16, BYTES, interleaved, optimizer_of, stepping
+from benchmarks.optimizer import BF16, BYTES, PIECES, interleaved, optimizer_of, stepping
 from zcompile.codegen import build
+from zcompile.norm import squares
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 SIZES = [(5,), (1,), (0,), (257, 33), (1024,)]
@@ -58,6 +61,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "interpreter",
         "values": {name: values(make, device) for name, make in OPTIMIZERS.items()},
         "kernel": kernel(int(args.elements * 1e6), device, args.rounds),
+        "norm": norm(int(args.elements * 1e6), device, args.rounds),
         "step": steps(device, args.rounds),
     }
     print(json.dumps(record, indent=1))
@@ -116,6 +120,24 @@ def kernel(elements: int, device: torch.device, rounds: int) -> dict[str, float]
     found = {name: moved[name] / statistics.median(each) for name, each in times.items()}
     found["of a copy's bandwidth"] = found["zcompile"] / found["copy"]
     return found
+
+
+def norm(elements: int, device: torch.device, rounds: int) -> dict[str, float]:
+    """Bytes a second, of 4 an element.
+
+    Raises:
+        AssertionError: the value is wrong.
+    """
+    grads = [torch.randn(elements // PIECES, device=device) for _ in range(PIECES)]
+    exact = sum(g.double().square().sum().item() for g in grads)
+    found = squares(grads, device).item()
+    assert abs(found / exact - 1) <= 1e-12, (found, exact)
+    run = {
+        "zcompile": lambda: squares(grads, device),
+        "torch": lambda: torch.stack([torch.linalg.vector_norm(g) for g in grads]).norm(),
+    }
+    times = interleaved(run, rounds, waiting(device))
+    return {name: 4 * elements / statistics.median(each) for name, each in times.items()}
 
 
 def steps(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
