@@ -234,7 +234,8 @@ class _Reader:
             if scatter
             else all_reduce_bytes(whole, self.world)
         )
-        source = self.fusing.joined(grad) if self.fusing and not (scatter or self.native) else None
+        flat = self.world > 1 and not scatter and not self.native
+        source = self.fusing.joined(grad) if self.fusing and flat else None
         if source is not None and isinstance(home.get(source), _Storage):
             home[source].bytes = 0  # it is a part of its bucket's buffer
         self.reductions.append(
