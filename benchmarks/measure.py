@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,6 +86,22 @@ def _loopback_counter() -> int:
         if name.strip() == "lo":
             return int(counters.split()[8])
     raise ValueError("/proc/net/dev has no device lo")
+
+
+def peak_of(seen: Any) -> int:
+    """The most bytes at a time over what was there before, as the allocator reports each block.
+
+    seen: a torch.profiler.profile(profile_memory=True) that is over.
+    """
+    changes: list[tuple[int, int]] = []
+    queue = list(seen.profiler.kineto_results.experimental_event_tree())
+    while queue:
+        event = queue.pop()
+        queue += event.children
+        if event.name == "[memory]":
+            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    changes.sort(key=lambda change: change[0])
+    return max(itertools.accumulate((size for _, size in changes), initial=0))
 
 
 def train(

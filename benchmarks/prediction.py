@@ -37,8 +37,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import models
+from benchmarks import measure, models
 from benchmarks.systems import SYSTEMS, make_adamw
 
 RANKS = 2
@@ -77,7 +78,7 @@ def main() -> None:
     if args.plot_only:
         rows = [Row(**row) for row in json.loads(where.read_text())["rows"]]
     else:
-        rows = measure(args)
+        rows = measured(args)
         record = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
         record |= {"engine": args.engine, "rows": [asdict(row) for row in rows]}
         where.write_text(json.dumps(record, indent=1) + "\n")
@@ -85,7 +86,7 @@ def main() -> None:
     plot(rows, args.size, where.with_suffix(".html"))
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
+def measured(args: argparse.Namespace) -> list[Row]:
     os.environ["OMP_NUM_THREADS"] = "1"
     rounds = [_round(args) for _ in range(args.rounds)]
     return [_median(list(same)) for same in zip(*rounds, strict=True)]
@@ -268,25 +269,11 @@ def _slowest(times: list[float]) -> float:
 
 
 def _peak(step: Callable[[], object], optimizer: Any) -> int:
-    """Bytes over what was there before, as the allocator reports each block."""
-    from torch._C._profiler import _EventType
-    from torch.profiler import ProfilerActivity, profile
-
+    """Bytes over what was there before."""
     optimizer.zero_grad(set_to_none=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
-    changes: list[tuple[int, int]] = []
-    queue = list(seen.profiler.kineto_results.experimental_event_tree())
-    while queue:
-        event = queue.pop()
-        queue += event.children
-        if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    live = peak = 0
-    for _, size in sorted(changes, key=lambda change: change[0]):
-        live += size
-        peak = max(peak, live)
-    return peak
+    return measure.peak_of(seen)
 
 
 def show(rows: list[Row]) -> None:

@@ -103,6 +103,11 @@ def by_triton(kernel: Kernel, device: torch.device) -> Run:
     return run
 
 
+def on(kernel: Kernel, device: torch.device) -> Run:
+    """A kernel as `device` runs it. Raises CannotBuild."""
+    return on_cpu(kernel) if device.type == "cpu" else by_triton(kernel, device)
+
+
 def programs(counts: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each Triton program: its segment, and the first element in it."""
     blocks = (counts + block - 1) // block

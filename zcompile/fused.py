@@ -369,8 +369,7 @@ class _Fused:
         key = (kernel, tuple((k, scalars.formula(k)) for k in scalars.state), device)
         if key not in self.programs:
             try:
-                on_cpu = device.type == "cpu"
-                run = build.on_cpu(kernel) if on_cpu else build.by_triton(kernel, device)
+                run = build.on(kernel, device)
             except build.CannotBuild as error:
                 raise NotElementwise(f"its kernel cannot be built: {error}") from error
             self.programs[key] = Program(kernel, scalars, run)

@@ -78,7 +78,7 @@ def _reduce(kernel: Kernel, tensors: Sequence[Tensor], sums: Sequence[Tensor]) -
 @functools.cache
 def _built(kernel: Kernel, device: torch.device) -> build.Run | None:
     try:
-        return build.on_cpu(kernel) if device.type == "cpu" else build.by_triton(kernel, device)
+        return build.on(kernel, device)
     except build.CannotBuild as error:
         warnings.warn(
             f"norms are computed by torch, with a copy in double precision: {error}",
