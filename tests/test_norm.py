@@ -84,6 +84,13 @@ def test_what_does_not_lie_in_order(view):
     assert float(norm.squares([tensor], CPU)) == pytest.approx(exact([tensor]), rel=1e-12)
 
 
+@pytest.mark.parametrize("view", [lambda t: t, torch.conj, lambda t: t[:, ::2].T])
+def test_complex_elements_are_two_numbers(view):
+    tensor = view(torch.randn(40, 50, dtype=torch.complex64))
+    wanted = exact([tensor.real, tensor.imag])
+    assert float(norm.squares([tensor], CPU)) == pytest.approx(wanted, rel=1e-12)
+
+
 def test_more_pieces_than_one_piece_holds():
     tensor = torch.ones(PIECE * PIECE + 1)
     assert float(norm.squares([tensor], CPU)) == PIECE * PIECE + 1

@@ -51,7 +51,10 @@ ADDED = Kernel(
 
 
 def _in_a_row(tensor: Tensor) -> Tensor:
-    """Its elements as they lie, in any order: a view, unless there are gaps between them."""
+    """Its elements as they lie, in any order: a view, unless there are gaps between them. Of a
+    complex tensor the real and imaginary parts."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     reached = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent > 1 and stride != reached:
