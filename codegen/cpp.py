@@ -161,26 +161,27 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     yield f"static void piece({', '.join(parameters)}{counted}) {{"
     if random:
         low, high = (f"uint32_t({half})" for half in RANDOM)
-        yield f"  const uint32_t begin = {low} + ({high} << 16) + uint32_t(first);"
+        yield f"  const uint32_t seed = {low} + ({high} << 16) + uint32_t(first);"
+    varying = _varying(kernel)
+    for line in kernel.body:
+        if line.name not in varying:
+            yield f"  {_statement(line, real)}"
     for total in kernel.sums:
         yield f"  {real} {total.buffer} = 0;"
-    yield f"  for (int64_t block = 0; block < count; block += {_BLOCK}) {{"
-    for buffer in elements:
-        ahead = "<1>" if buffer in stored else "<0>"
-        yield f"    prefetch{ahead}({buffer}_at + block);"
-    yield f"    const int64_t end = std::min(block + {_BLOCK}, count);"
+    # Inlined: of a whole block the compiler knows the length, and needs no loop for a remainder.
+    yield "  const auto block = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {"
     added = ", ".join(total.buffer for total in kernel.sums)
     yield f"#pragma omp simd{f' reduction(+ : {added})' if added else ''}"
-    yield "    for (int64_t i = block; i < end; ++i) {"
+    yield "    for (int64_t i = begin; i < end; ++i) {"
     for load in kernel.loads:
         yield f"      const {real} {load.buffer} = {_load(load.buffer, load.dtype, real)};"
     for line in kernel.body:
-        kind = "bool" if OPS[line.op] == "?" else real
-        yield f"      const {kind} {line.name} = {_expression(line, real)};"
+        if line.name in varying:
+            yield f"      {_statement(line, real)}"
     for index, store in enumerate(kernel.stores):
         rounded = _rounded(store.value, store.dtype, real)
         if store.random:
-            bits = f"random_bits((begin + uint32_t(i)) ^ {salt(index):#x}u)"
+            bits = f"random_bits((seed + uint32_t(i)) ^ {salt(index):#x}u)"
             rounded = f"to_bf16_at_random({store.value}, {bits})"
         yield f"      {store.buffer}_at[i] = {rounded};"
     for total in kernel.sums:
@@ -189,10 +190,18 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     if kernel.sums:
         yield f"    if (end % {PIECE} == 0 || end == count) {{"
         for total in kernel.sums:
-            yield f"      {total.buffer}_at[block / {PIECE}] = {total.buffer};"
+            yield f"      {total.buffer}_at[begin / {PIECE}] = {total.buffer};"
             yield f"      {total.buffer} = 0;"
         yield "    }"
+    yield "  };"
+    yield "  int64_t begin = 0;"
+    yield f"  for (; begin + {_BLOCK} <= count; begin += {_BLOCK}) {{"
+    for buffer in elements:
+        ahead = "<1>" if buffer in stored else "<0>"
+        yield f"    prefetch{ahead}({buffer}_at + begin);"
+    yield f"    block(begin, begin + {_BLOCK});"
     yield "  }"
+    yield "  if (begin < count) block(begin, count);"
     yield "}"
     arguments = [
         f"static_cast<{pointer}>(addresses[{index} * segments + s]) + "
@@ -208,6 +217,20 @@ def _lines(kernel: Kernel) -> Iterator[str]:
     yield _ENTRY.format(
         name=kernel.name, arguments=",\n            ".join(arguments), unit=unit, last=unit - 1
     ).rstrip()
+
+
+def _varying(kernel: Kernel) -> set[str]:
+    """What differs between elements; the rest of the body is computed once."""
+    varying = {load.buffer for load in kernel.loads}
+    for line in kernel.body:
+        if varying.intersection(a for a in line.args if isinstance(a, str)):
+            varying.add(line.name)
+    return varying
+
+
+def _statement(line: Line, real: str) -> str:
+    kind = "bool" if OPS[line.op] == "?" else real
+    return f"const {kind} {line.name} = {_expression(line, real)};"
 
 
 def _load(buffer: str, dtype: torch.dtype, real: str) -> str:

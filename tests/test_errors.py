@@ -9,7 +9,8 @@ from parity import options
 from torch import nn
 
 import zcompile
-from zcompile import OptionError, ZeroError
+from zcompile import OptionError, ZeroError, ZeroWarning
+from zcompile.control import first_difference
 
 
 def test_a_misspelt_option_names_the_nearest(ranks):
@@ -209,3 +210,22 @@ def _caught(rank, world):
 
 def test_an_exception_that_every_rank_catches_ends_nothing(ranks):
     ranks(_caught)
+
+
+def test_a_model_that_is_sharded_again_in_another_way_is_told():
+    model = zcompile.shard(nn.Linear(8, 8), stage=3, persistence_threshold=0)
+    with pytest.warns(ZeroWarning, match=r"'param_dtype' = torch\.bfloat16 has no effect"):
+        zcompile.shard(model, param_dtype="bf16")
+    assert model(torch.ones(2, 8)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours", "advice"),
+    [
+        ("full_state_dict of w (2, 2)", "forward graph", "call it on every rank"),
+        ("inference graph", "forward graph", "A rank evaluates the model while others do not"),
+        ("all-gather w", "all-gather v", "take the same path through the model"),
+    ],
+)
+def test_ranks_that_differ_are_told_what_to_look_for(mine, yours, advice):
+    assert advice in first_difference([[mine], [mine], [yours]])

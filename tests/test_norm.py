@@ -114,20 +114,24 @@ def test_without_a_compiler_torch_does_it_and_says_so(monkeypatch):
 GOLDEN = """\
 static void piece(const float* __restrict x_at, double* __restrict sums_at, int64_t count) {
   double sums = 0;
-  for (int64_t block = 0; block < count; block += 64) {
-    prefetch<0>(x_at + block);
-    const int64_t end = std::min(block + 64, count);
+  const auto block = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
 #pragma omp simd reduction(+ : sums)
-    for (int64_t i = block; i < end; ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       const double x = double(x_at[i]);
       const double square = x * x;
       sums += square;
     }
     if (end % 1024 == 0 || end == count) {
-      sums_at[block / 1024] = sums;
+      sums_at[begin / 1024] = sums;
       sums = 0;
     }
+  };
+  int64_t begin = 0;
+  for (; begin + 64 <= count; begin += 64) {
+    prefetch<0>(x_at + begin);
+    block(begin, begin + 64);
   }
+  if (begin < count) block(begin, count);
 }
 """
 

@@ -8,7 +8,7 @@ import zcompile
 from zcompile.backend import zero
 from zcompile.errors import OptionError
 from zcompile.options import Options
-from zcompile.sharding import with_threshold
+from zcompile.specs import with_threshold
 
 
 def refusal(**options):
@@ -18,7 +18,7 @@ def refusal(**options):
     return str(error.value)
 
 
-KNOWN = "Known options: " + ", ".join(sorted(Options.model_fields)) + "."
+KNOWN = "Known options: " + ", ".join(sorted(set(Options.model_fields) - {"step"})) + "."
 
 
 def test_defaults():
@@ -30,7 +30,7 @@ def test_defaults():
     assert options.disable == ()
 
 
-@pytest.mark.parametrize("budget", [1, 8 * 2**30, 1.0, 0.5, None])
+@pytest.mark.parametrize("budget", [2, 8 * 2**30, 1.0, 0.5, None])
 def test_a_budget_is_bytes_or_a_share(budget):
     stated = Options.parse({"memory_budget": budget}).memory_budget
     assert (stated, type(stated)) == (budget, type(budget))
@@ -77,6 +77,16 @@ def test_an_unknown_option_that_is_near_to_none():
     assert refusal(quux=2) == f"unknown option 'quux'. {KNOWN}"
 
 
+def test_deepspeeds_configuration_is_told_apart():
+    said = refusal(zero_optimization={"stage": 2}, bf16={"enabled": True})
+    assert "entry of DeepSpeed's configuration" in said and "is the option 'stage'" in said
+
+
+def test_options_that_are_no_dict():
+    with pytest.raises(OptionError, match=r"a dict, such as \{'stage': 3\}, not 'ds\.json'"):
+        Options.parse("ds.json")
+
+
 def test_a_stage_out_of_range():
     about = Options.model_fields["stage"].description
     assert refusal(stage=4) == (
@@ -91,7 +101,7 @@ def test_a_dtype_that_is_none():
     about = Options.model_fields["param_dtype"].description
     names = "fp32, float32, fp16, float16, half, bf16, bfloat16, fp64, float64"
     assert refusal(param_dtype="int8") == (
-        "option 'param_dtype' = 'int8': Value error, 'int8' is not a floating dtype; use one of "
+        "option 'param_dtype' = 'int8': 'int8' is not a floating dtype; use one of "
         f"{names}. ({about})"
     )
     assert "torch.int64 is not a floating dtype" in refusal(reduce_dtype=torch.int64)
@@ -114,15 +124,24 @@ def test_every_wrong_option_is_named():
         ("persistence_threshold", -1, "Input should be greater than or equal to 0"),
         ("check_timeout", 0, "Input should be greater than 0"),
         ("disable", "release", "Input should be a valid tuple"),
-        ("memory_budget", 0, "Value error, 0 is neither a positive number of bytes nor a share"),
-        ("memory_budget", -5, "Value error, -5 is neither a positive number of bytes nor a share"),
-        ("memory_budget", 1.5, "Value error, 1.5 is neither a positive number of bytes nor a"),
-        ("memory_budget", True, "Value error, True is neither a positive number of bytes nor a"),
-        ("memory_budget", "1 GB", "Value error, '1 GB' is neither a positive number of bytes"),
+        ("memory_budget", 0, "it is neither a positive number of bytes (an int, such as"),
+        ("memory_budget", -5, "it is neither a positive number of bytes"),
+        ("memory_budget", 1.5, "it is neither a positive number of bytes"),
+        ("memory_budget", float("nan"), "it is neither a positive number of bytes"),
+        ("memory_budget", True, "it is neither a positive number of bytes"),
+        ("memory_budget", "1 GB", "it is neither a positive number of bytes"),
+        ("memory_budget", 1, "that is one byte; for all that the device has write 1.0"),
+        ("memory_budget", 8e9, "a float is a share up to 1.0; for bytes write int(8e+09)"),
         ("replan_after", -1, "Input should be greater than or equal to 0"),
         ("replan_gain", -1.1, "Input should be greater than or equal to -1"),
-        ("calibrate", "maybe", "Input should be a valid boolean"),
-        ("stage", "three", "Input should be a valid integer"),
+        ("calibrate", "no", "Input should be a valid boolean"),
+        ("stage", "3", "Input should be a valid integer"),
+        ("stage", True, "Input should be a valid integer"),
+        (
+            "inductor",
+            {"max_autotunee": True},
+            "torch._inductor.config has no entry 'max_autotunee'; did you mean 'max_autotune'?",
+        ),
     ],
 )
 def test_values_out_of_range(option, value, says):

@@ -338,6 +338,8 @@ def test_show_writes_a_file_and_knows_its_ending(files):
     assert (files / "page.html").read_text().startswith("<!DOCTYPE html>")
     assert run(files, "b.json", "c.json", "-f", "trace", "-o", "t.out").exit_code == 0
     assert json.loads((files / "t.out").read_text())["traceEvents"]
+    assert run(files, "a.json", "-o", "plan.trace.json").exit_code == 0
+    assert json.loads((files / "plan.trace.json").read_text())["traceEvents"]
 
 
 def test_show_diff(files):
@@ -393,6 +395,7 @@ def test_a_bad_file_is_named_with_its_remedy(tmp_path, written, said):
         (["a.json", "b.json", "c.json"], "one plan or two can be shown, not 3"),
         (["a.json", "b.json", "-f", "svg"], "choose of text, trace, html, or add --diff"),
         (["--diff", "a.json", "b.json", "-f", "dot"], "choose of text, json, html"),
+        (["a.json", "-o", "plan.pdf"], "plan.pdf ends in none of .trace.json, .json, .txt"),
     ],
 )
 def test_what_does_not_go_together(files, arguments, said):

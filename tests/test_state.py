@@ -54,9 +54,9 @@ def round_trip(rank, world):
     other.load_state_dict(copy.deepcopy(full["optimizer"]))  # it keeps the tensors it is given
     step(fresh, other, 2)
 
-    # And into a sharded one, under another stage.
+    # And into a sharded one, under another stage, of a file with entries of the user's.
     again, ours = trained(options(2), steps=1)
-    zcompile.load_full_state_dict(again, full, ours)
+    zcompile.load_full_state_dict(again, {**full, "scheduler": {"last_epoch": 7}}, ours)
     step(again, ours, 2)
     for (_name, p), q in zip(again.named_parameters(), fresh.parameters(), strict=True):
         same(whole(p).detach(), q.detach())
@@ -73,11 +73,13 @@ def test_whole_state_goes_to_a_plain_run_and_back(ranks, world):
 
 def wrong_state(rank, world):
     model, optimizer = trained(options(3))
-    with pytest.raises(
-        zcompile.ZeroError, match=r"the state must be \{'model': \.\.\., 'optimizer'"
-    ):
+    with pytest.raises(zcompile.ZeroError, match="the state needs the entries 'model' and 'opt"):
         zcompile.load_full_state_dict(model, zcompile.full_state_dict(model), optimizer)
     full = zcompile.full_state_dict(model, optimizer)
+    with pytest.raises(zcompile.ZeroError, match="'model', 'optimizer': give the optimizer as"):
+        zcompile.load_full_state_dict(model, full)
+    with pytest.raises(zcompile.ZeroError, match="the state is empty: with rank0_only=True"):
+        zcompile.load_full_state_dict(model, {})
     full["optimizer"]["param_groups"][0]["params"].pop()
     with pytest.raises(
         zcompile.ZeroError, match="saved optimizer has 4 parameters, this one has 5"
@@ -96,6 +98,28 @@ def wrong_state(rank, world):
 
 def test_a_state_of_another_kind_is_refused(ranks):
     ranks(wrong_state)
+
+
+def part_of_rank_0(rank, world, file):
+    model, _ = trained(options(3))
+    before = zcompile.full_state_dict(model)
+    if rank == 0:
+        torch.save(model.state_dict(), file)
+    torch.distributed.barrier()
+    theirs = torch.load(file, weights_only=False)
+    if rank == 0:
+        model.load_state_dict(theirs)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 of 2\), and what is written into it is the part of rank 0"
+        ):
+            model.load_state_dict(theirs)
+    for key, value in zcompile.full_state_dict(model).items():
+        torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+
+
+def test_a_file_of_one_ranks_rows_is_not_taken_for_anothers(ranks, tmp_path):
+    ranks(part_of_rank_0, tmp_path / "rank0.pt")
 
 
 def distributed_checkpoint(rank, world, folder):

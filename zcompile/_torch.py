@@ -28,12 +28,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 from torch._C._distributed_c10d import _register_process_group as register_process_group
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.callback import callback_handler
@@ -87,6 +88,7 @@ __all__ = [
     "enclosing_fake_mode",
     "forget_compiled",
     "in_tracer",
+    "inductor_settings",
     "load_cpp",
     "make_fx",
     "min_cut_rematerialization_partition",
@@ -114,6 +116,11 @@ compiling = torch.compiler._compile_session_context
 load_cpp = CppCodeCache.load
 set_grad_enabled = torch._C._set_grad_enabled
 no_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def inductor_settings() -> Collection[str]:
+    """The names of Inductor's settings."""
+    return inductor_config.get_config_copy().keys()
 
 
 def in_tracer() -> bool:

@@ -43,7 +43,8 @@ from zcompile.pipeline import Pass, describe, run
 from zcompile.replan import Replan
 from zcompile.schedule.plan import Collective, Plan, lines
 from zcompile.schedule.step import Step
-from zcompile.sharding import is_sharded, spec_of, warn_unowned
+from zcompile.sharding import is_sharded, warn_unowned
+from zcompile.specs import warn_of_no_effect
 
 OPTIONAL = ("release",)
 
@@ -89,7 +90,7 @@ def compile_graph(
     group = _group(example_inputs)
     dump = Dump(options.dump, group) if options.dump and group is not None else None
     params = tuple(p for p in example_inputs if type(p) is ZeroParameter)
-    _warn_of_no_effect(options, params)
+    warn_of_no_effect(options, params)
     build = Build(options, group, dump, params, code_being_compiled())
     try:
         gm = build.run(gm, [Partition()])
@@ -112,32 +113,6 @@ def compile_graph(
         stacklevel=2,
     )
     return gm.forward
-
-
-def _warn_of_no_effect(options: Options, params: Sequence[ZeroParameter]) -> None:
-    """Say which of the options that were given came too late, if any: these parameters were sharded
-    with others."""
-    late: dict[str, str] = {}
-    for param in params:
-        spec, asked = param.spec, spec_of(param.spec.name, param, options, param.spec.group)
-        for name, had, wanted in (
-            ("param_dtype", spec.dtype, asked.dtype),
-            ("reduce_dtype", spec.reduce_dtype, asked.reduce_dtype),
-        ):
-            if getattr(options, name) is not None and had != wanted:
-                late[name] = f"{spec.name} has {had}"
-        name = "stage" if options.stage == 0 else "persistence_threshold"
-        if asked.sharded != spec.sharded and name in options.model_fields_set:
-            how = "sharded" if spec.sharded else "replicated"
-            late[name] = f"{spec.name} {spec.shape} is {how}"
-    for name, why in late.items():
-        warnings.warn(
-            f"option {name!r} = {getattr(options, name)!r} has no effect: the model was sharded "
-            f"before, with another ({why}). Give it to zcompile.shard, or to whatever compiles the "
-            "model first",
-            ZeroWarning,
-            stacklevel=2,
-        )
 
 
 def _group(example_inputs: Sequence[Any]) -> comm.Group | None:

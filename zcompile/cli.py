@@ -40,8 +40,16 @@ class Format(StrEnum):
     json = "json"
 
 
-_SUFFIXES = {".txt": "text", ".dot": "dot", ".gv": "dot", ".svg": "svg", ".html": "html",
-             ".htm": "html", ".json": "json"}  # fmt: skip
+_SUFFIXES = {
+    ".trace.json": "trace",
+    ".json": "json",
+    ".txt": "text",
+    ".dot": "dot",
+    ".gv": "dot",
+    ".svg": "svg",
+    ".html": "html",
+    ".htm": "html",
+}
 _OF_TWO = (Format.text, Format.trace, Format.html)
 _OF_DIFF = (Format.text, Format.json, Format.html)
 
@@ -72,7 +80,7 @@ def show(
     ] = False,
 ) -> None:
     """Show one plan, or two beside each other."""
-    form = form or Format(_SUFFIXES.get(output.suffix.lower() if output else "", "text"))
+    form = form or (Format.text if output is None else _form_of(output))
     if differ and len(plans) != 2:
         _fail(f"--diff takes two plans, not {len(plans)}")
     if len(plans) > 2:
@@ -96,6 +104,18 @@ def show(
         _fail(str(error))
     except BrokenPipeError:  # `zcompile show PLAN.json | head`
         sys.stderr.close()
+
+
+def _form_of(output: Path) -> Format:
+    for suffix, form in _SUFFIXES.items():
+        if output.name.lower().endswith(suffix):
+            return Format(form)
+    if not output.suffix or output.is_char_device():
+        return Format.text
+    _fail(
+        f"{output} ends in none of {', '.join(_SUFFIXES)}, which say what is written; give such a "
+        "name, or --format"
+    )
 
 
 def _render(plans: list[Plan], form: Format, differ: bool) -> str:

@@ -204,7 +204,23 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> str:
             break
     return (
         "the ranks would run different collectives, so none was started. First difference, at "
-        f"step {index}:\n  rank 0: {mine}\n  rank {other}: {yours}\n"
+        f"step {index}:\n  rank 0: {mine}\n  rank {other}: {yours}\n" + _advice(mine, yours)
+    )
+
+
+def _advice(*lines: str) -> str:
+    kinds = {line.split(" ", 1)[0] for line in lines}
+    if "full_state_dict" in kinds:
+        return (
+            "full_state_dict gathers the parameters: call it on every rank, with rank0_only=True "
+            "where one rank keeps the result, and not under `if rank == 0:`."
+        )
+    if "inference" in kinds and len(kinds) > 1:
+        return (
+            "A rank evaluates the model while others do not: each rank must call it as often as "
+            "the others, also for an evaluation, where the result is wanted on one."
+        )
+    return (
         "Every rank must take the same path through the model: look for a branch, a loop or a "
         "module that depends on this rank's data."
     )

@@ -42,7 +42,8 @@ from zcompile.passes.partition import is_read
 from zcompile.pipeline import run
 from zcompile.schedule.plan import Plan
 from zcompile.schedule.simulate import AtRest
-from zcompile.sharding import cast_inputs, give_readers, spec_of, with_threshold
+from zcompile.sharding import cast_inputs, give_readers
+from zcompile.specs import spec_of, with_threshold
 
 RANK = 0  # its shards are the largest
 

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch.distributed.device_mesh import DeviceMesh
 
+from zcompile._torch import inductor_settings
 from zcompile.errors import OptionError
 
 MIB = 2**20
@@ -31,6 +32,12 @@ _DTYPE_NAMES = {
 }
 
 
+_DEEPSPEED = frozenset(
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
+    "zero_optimization scheduler fp16 bf16 amp steps_per_print wall_clock_breakdown".split()
+)
+
+
 def _as_dtype(value: Any) -> Any:
     if value is None or (isinstance(value, torch.dtype) and value in _DTYPE_NAMES.values()):
         return value
@@ -40,11 +47,29 @@ def _as_dtype(value: Any) -> Any:
 
 
 def _as_budget(value: Any) -> Any:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 1):
         return value
+    if value is not True and value == 1 and isinstance(value, int):
+        raise ValueError("that is one byte; for all that the device has write 1.0")
     if isinstance(value, float) and 0 < value <= 1:
         return value
-    raise ValueError(f"{value!r} is neither a positive number of bytes nor a share up to 1.0")
+    if isinstance(value, float) and value > 1 and value.is_integer():
+        raise ValueError(f"a float is a share up to 1.0; for bytes write int({value:g})")
+    raise ValueError(
+        "it is neither a positive number of bytes (an int, such as 8 * 10**9) nor a share of the "
+        "device's memory (a float up to 1.0)"
+    )
+
+
+def _as_inductor(value: Any) -> Any:
+    if isinstance(value, Mapping) and value:
+        known = inductor_settings()
+        for name in value:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"torch._inductor.config has no entry {name!r}{hint}")
+    return value
 
 
 Dtype = Annotated[torch.dtype | None, BeforeValidator(_as_dtype)]
@@ -57,7 +82,9 @@ class Options(BaseModel):
         OptionError: through `Options.parse`, for an unknown name or a value out of range.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True
+    )
 
     stage: int = Field(
         3,
@@ -141,7 +168,9 @@ class Options(BaseModel):
         3600.0, gt=0, description="Seconds to wait for the slowest rank's compilation."
     )
     verify: bool = Field(True, description="Verify the graph between passes.")
-    disable: tuple[str, ...] = Field((), description="Optional passes to leave out, by name.")
+    disable: tuple[str, ...] = Field(
+        (), strict=False, description="Optional passes to leave out, by name."
+    )
     dump: str | None = Field(
         None, description="Folder for graphs and schedule; default: $ZCOMPILE_DUMP."
     )
@@ -157,7 +186,7 @@ class Options(BaseModel):
     mesh: DeviceMesh | None = Field(
         None, description="One-dimensional data-parallel mesh; default: all ranks."
     )
-    inductor: Mapping[str, Any] = Field(
+    inductor: Annotated[Mapping[str, Any], BeforeValidator(_as_inductor)] = Field(
         default_factory=dict, description="Extra torch._inductor.config entries for this model."
     )
 
@@ -170,10 +199,12 @@ class Options(BaseModel):
         """
         if isinstance(raw, Options):
             return raw
+        if not isinstance(raw, Mapping | None):
+            raise OptionError(f"options are a dict, such as {{'stage': 3}}, not {raw!r:.80}")
         values = dict(raw or {})
         for name in values:
             if name not in cls.model_fields:
-                raise OptionError(_unknown(str(name), list(cls.model_fields)))
+                raise OptionError(_unknown(str(name), [n for n in cls.model_fields if n != "step"]))
         if values.get("dump") is None:
             values["dump"] = os.environ.get("ZCOMPILE_DUMP") or None
         try:
@@ -190,6 +221,12 @@ class Options(BaseModel):
 
 
 def _unknown(name: str, known: list[str]) -> str:
+    if name in _DEEPSPEED:
+        return (
+            f"{name!r} is an entry of DeepSpeed's configuration, which is not read: its "
+            "zero_optimization.stage is the option 'stage', bf16 and fp16 are 'param_dtype', "
+            "gradient_clipping and gradient_accumulation_steps are arguments of compile_step"
+        )
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown option {name!r}{hint} Known options: {', '.join(sorted(known))}."
@@ -200,5 +237,6 @@ def _invalid(error: ValidationError) -> str:
     for item in error.errors():
         name = str(item["loc"][0])
         about = Options.model_fields[name].description
-        lines.append(f"option {name!r} = {item['input']!r}: {item['msg']}. ({about})")
+        message = item["msg"].removeprefix("Value error, ")
+        lines.append(f"option {name!r} = {item['input']!r}: {message}. ({about})")
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_any, tree_map
 
 from zcompile import comm, dialect
 from zcompile._torch import DTensorSpec, TensorMeta, disable_dynamo, in_tracer, no_torch_function
-from zcompile.errors import ZeroWarning
+from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.layout import owned_rows
 
 
@@ -214,11 +214,29 @@ def _is_plain_dtensor(value: Any) -> bool:
 
 def _laid_out_like(param: ZeroParameter, value: Any) -> Any:
     """A whole plain tensor that is written into a parameter: each rank takes its part."""
-    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if isinstance(value, DTensor):
+        _check_part(param, value)
+        return value
+    if not isinstance(value, Tensor):
         return value
     if tuple(value.shape) != param.spec.shape or value.dim() == 0:
         return value
     return state_dtensor(value, param.spec, param.device_mesh)
+
+
+def _check_part(param: ZeroParameter, value: DTensor) -> None:
+    """Of a file that one rank saved, another would take that rank's rows for its own."""
+    theirs, ours = (
+        (mesh.size(), mesh.get_coordinate()) for mesh in (value.device_mesh, param.device_mesh)
+    )
+    if param.spec.sharded and theirs != ours:
+        where = lambda size, at: f"rank {(at or ['none'])[0]} of {size}"
+        raise ZeroError(
+            f"parameter {param.spec.name!r} is this rank's part ({where(*ours)}), and what is "
+            f"written into it is the part of {where(*theirs)}: a rank's own model.state_dict(), "
+            "saved with torch.save, holds its rows alone. Save zcompile.full_state_dict(model) on "
+            "every rank, or model.state_dict() with torch.distributed.checkpoint"
+        )
 
 
 def _local_part(value: Any) -> Any:

@@ -12,7 +12,6 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import groupby
 from types import CellType
 from typing import Any
 
@@ -27,14 +26,13 @@ from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.options import Options
 from zcompile.owners import live_optimizers
 from zcompile.parameter import ParamSpec, ZeroParameter, shard_of, state_dtensor, unsharded
+from zcompile.specs import spec_of, warn_of_no_effect, with_threshold
 from zcompile.world import World, join
 
 # A module's parameter as compiled code sees it: (module, name in it, at rest, spec).
 Read = Callable[[nn.Module, str, ZeroParameter, ParamSpec], Any]
 
 Initialiser = Callable[[nn.Module], Any]
-
-SMALL = 16_384  # elements; see Options.persistence_threshold
 
 
 def shard(
@@ -75,7 +73,11 @@ def shard(
                 "sharded or compiled"
             )
     world = join(chosen, _device(root))
-    chosen = with_threshold(chosen, root.parameters(), world.group.world)
+    every = list(root.parameters())
+    before = bool(every) and all(is_sharded(p) for p in every)
+    if before:
+        warn_of_no_effect(chosen, every)
+    chosen = with_threshold(chosen, every, world.group.world)
     _agree_on_names(root, world)
     # A first call may be an evaluation; what is made here must train all the same.
     with torch.inference_mode(False), torch.no_grad():
@@ -84,7 +86,7 @@ def shard(
         _sync_buffers(root, chosen, world)
     for module in root.modules():
         read_through_dialect(module)
-    if chosen.param_dtype is not None and chosen.cast_inputs:
+    if chosen.param_dtype is not None and chosen.cast_inputs and not before:
         cast_inputs(root, chosen.param_dtype)
     machine.learn(world.group, _device(root), chosen, _lines(root))
     return model
@@ -201,39 +203,6 @@ class Stale(nn.Parameter):
             "variable, a tuple or a slot: read it again from the model. zcompile.shard(model) "
             "ahead of such references avoids the question"
         )
-
-
-def with_threshold(options: Options, params: Iterable[Tensor], world: int) -> Options:
-    """With the `persistence_threshold` that a model of these parameters gets by default.
-
-    What is replicated is held `world` times as often as what is sharded: of R in P elements it adds
-    R (world - 1) / P to a rank's share. The smallest stay whole until that is one percent.
-    """
-    if options.persistence_threshold is not None:
-        return options
-    sizes = sorted(param.numel() for param in params)
-    left, threshold = sum(sizes) / 100, 0
-    for size, same in groupby(sizes):
-        left -= size * len(list(same)) * (world - 1)
-        if left < 0 or size >= SMALL:
-            break
-        threshold = size + 1
-    return options.model_copy(update={"persistence_threshold": threshold})
-
-
-def spec_of(name: str, param: Tensor, options: Options, group: str) -> ParamSpec:
-    """What a parameter gathers to. Integer, bool and complex parameters keep their dtype."""
-    real = param.dtype.is_floating_point
-    dtype = options.param_dtype if real and options.param_dtype else param.dtype
-    if not real:
-        reduce_dtype = param.dtype
-    else:
-        reduce_dtype = options.reduce_dtype or torch.promote_types(dtype, torch.float32)
-    large = param.numel() >= (options.persistence_threshold or 0)
-    sharded = options.stage > 0 and param.dim() > 0 and large
-    on_one_host = comm.find(group).link is not None
-    copied = options.param_copy and sharded and dtype != param.dtype and on_one_host
-    return ParamSpec(name, tuple(param.shape), dtype, reduce_dtype, group, sharded, copied)
 
 
 def _move_hooks(old: Tensor, new: ZeroParameter) -> None:

@@ -61,7 +61,8 @@ def load_full_state_dict(
     """The inverse of `full_state_dict`: each rank takes its part of whole tensors.
 
     Args:
-        state: as `full_state_dict` returned it on a rank that keeps it; every rank needs it.
+        state: as `full_state_dict` returned it on a rank that keeps it; every rank needs it. With
+            an optimizer its other entries, such as a scheduler's, are the caller's.
 
     Returns:
         What `model.load_state_dict` returns.
@@ -69,19 +70,39 @@ def load_full_state_dict(
     Raises:
         RuntimeError: keys or shapes differ, in PyTorch's words.
         ZeroError: an optimizer was given that holds none of the model's parameters, or the state
-            has none, or its groups differ.
+            has none, or its groups differ; or the state is another rank's empty one.
     """
     if optimizer is None:
-        return _plain(model).load_state_dict(dict(state), strict=strict)
+        if isinstance(state.get("model"), Mapping):
+            raise ZeroError(
+                f"this state has the entries {_few(state)}: give the optimizer as well, "
+                "load_full_state_dict(model, state, optimizer), or state['model'] alone"
+            )
+        return _load_model(model, state, strict)
     _check_owner(model, optimizer)
-    if set(state) != {"model", "optimizer"}:
+    if not {"model", "optimizer"} <= set(state):
         raise ZeroError(
-            "an optimizer was given, so the state must be {'model': ..., 'optimizer': ...} as "
-            f"full_state_dict(model, optimizer) returns it; it has the keys {sorted(state)[:4]}"
+            "an optimizer was given, so the state needs the entries 'model' and 'optimizer' as "
+            f"full_state_dict(model, optimizer) returns them; it has {_few(state)}"
         )
-    result = _plain(model).load_state_dict(dict(state["model"]), strict=strict)
+    result = _load_model(model, state["model"], strict)
     _load_optimizer(optimizer, state["optimizer"])
     return result
+
+
+def _load_model(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
+    plain = _plain(model)
+    if not state and strict and any(True for _ in plain.parameters()):
+        raise ZeroError(
+            "the state is empty: with rank0_only=True, full_state_dict returns tensors on rank 0 "
+            "alone, and every rank loads its part of them; let each read the file"
+        )
+    return plain.load_state_dict(dict(state), strict=strict)
+
+
+def _few(state: Mapping[str, Any]) -> str:
+    names = sorted(map(repr, state))
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _plain(model: nn.Module) -> nn.Module:

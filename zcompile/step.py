@@ -69,14 +69,25 @@ def compile_step(
             f"scaler is a {type(scaler).__name__}: give a zcompile.LossScaler (a GradScaler works "
             "in a loop of your own)"
         )
-    if clip is not None and not clip > 0:
-        raise OptionError(f"clip = {clip!r} must be above 0, or None")
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise OptionError(f"clip = {clip!r} must be a number above 0, or None")
+    if not isinstance(optimizer, torch.optim.Optimizer) or not (
+        loss_fn is None or callable(loss_fn)
+    ):
+        raise OptionError(
+            f"compile_step(model, loss_fn, optimizer) got loss_fn = {_name(loss_fn)} and optimizer "
+            f"= {_name(optimizer)}; it needs a function (or None) and a torch.optim.Optimizer"
+        )
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     chosen = Options.parse(options)
     shard_whole([model], chosen)
     fuse_as(optimizer, chosen)
     return Step(model, loss_fn, optimizer, accumulate, clip, scaler, dict(options or {}))
+
+
+def _name(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 class Step:
