@@ -229,3 +229,25 @@ def test_a_model_that_is_sharded_again_in_another_way_is_told():
 )
 def test_ranks_that_differ_are_told_what_to_look_for(mine, yours, advice):
     assert advice in first_difference([[mine], [mine], [yours]])
+
+
+def _one_rank_steps(rank, world):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="zero", options=options(3))
+    compiled(torch.ones(2, 8)).sum().backward()
+    saved = zcompile.full_state_dict(model)
+    if rank == 0:  # a loss that the other finds infinite
+        optimizer.step()
+    with pytest.raises(ZeroError, match=r"stepped on some ranks only: rank \d made \d+ steps"):
+        compiled(torch.ones(2, 8))
+    # Told once; what it asks for mends it.
+    zcompile.load_full_state_dict(model, saved)
+    compiled(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return zcompile.full_state_dict(model)["weight"]
+
+
+def test_an_optimizer_that_steps_on_some_ranks_only_is_told(ranks):
+    one, other = ranks(_one_rank_steps)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)

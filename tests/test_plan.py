@@ -333,6 +333,16 @@ def test_what_is_of_another_form_is_named():
     assert loading(raw(timeline=3)) == "timeline is no object"
 
 
+def test_a_value_of_another_type_is_named():
+    collectives = raw()["collectives"]
+    collectives[0]["parameters"] = 5
+    said = loading(raw(collectives=collectives))
+    assert said == "collectives.0.parameters is 5: Input should be a valid tuple"
+    collectives = raw()["collectives"]
+    collectives[1]["sent"] = "much"
+    assert loading(raw(collectives=collectives)).startswith("collectives.1.sent is 'much': ")
+
+
 def test_fields_with_a_default_may_be_missing():
     values = raw()
     for field in ("timeline", "budget", "costs", "notes", "fingerprint"):
@@ -437,6 +447,18 @@ def test_a_row_too_few():
     assert refused(lambda rows: rows[:-1]) == (
         "the plan has no row for the all-reduce of 'bias' in forward: add it to a row of that kind"
     )
+
+
+def test_a_row_of_another_dtype():
+    assert refused(lambda rows: [replace(rows[0], dtype="int8"), *rows[1:]]).startswith(
+        "gather.0: dtype='int8', but 'layer.a' travels in float32"
+    )
+
+
+def test_a_parameter_without_a_row():
+    sim, made = simulator(mixed(), 3), planned(mixed(), 3, cap=ONE)
+    with pytest.raises(PlanError, match=r"the plan has no row for 'layer\.a'"):
+        from_plan(sim, replace(made, parameters=made.parameters[1:]))
 
 
 @pytest.mark.parametrize("what", ["issue", "wait"])

@@ -100,6 +100,37 @@ def test_a_state_of_another_kind_is_refused(ranks):
     ranks(wrong_state)
 
 
+def plain_optimizer_state(rank, world, how):
+    plain, theirs = trained(None)
+    model = make()
+    model.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if how == "whole step":
+        mean = lambda y, _: y.square().mean()
+        run = zcompile.compile_step(model, mean, optimizer, options=options(3))
+    else:
+        run = torch.compile(model, backend="zero", options=options(3))
+        run(torch.ones(2, 8))
+        model.load_state_dict(plain.state_dict())  # batch norm has moved
+    if how == "fused":
+        zcompile.fuse(optimizer)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    step(plain, theirs, 2)
+    if how == "whole step":
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
+        run(x, x), run(x, x)
+    else:
+        step(run, optimizer, 2)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        same(whole(p).detach(), q.detach())
+        same(whole(optimizer.state[p]["exp_avg_sq"]), theirs.state[q]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("how", ["plain", "fused", "whole step"])
+def test_a_plain_optimizers_state_is_laid_out_at_the_next_step(ranks, how):
+    ranks(plain_optimizer_state, how, world=3)
+
+
 def part_of_rank_0(rank, world, file):
     model, _ = trained(options(3))
     before = zcompile.full_state_dict(model)

@@ -59,6 +59,7 @@ class Control:
         self.store = dist.PrefixStore(prefix, _get_default_store().clone())
         self.failure: str | None = None
         self.runs = 0
+        self.steps = 0  # of optimizers that hold this group's shards
         self.running = False
         self._data: list[dist.ProcessGroup] = []
         self._ended = threading.Event()
@@ -77,23 +78,35 @@ class Control:
         self._data.append(group)
 
     def agree(self, mark: int, describe: Callable[[], Sequence[str]], ready: bool = False) -> bool:
-        """Return when every rank came here with the same mark; whether all of them are `ready`.
+        """Return when every rank came here with the same mark and as many optimizer steps; whether
+        all of them are `ready`.
 
         Raises:
             Disagreement: on every rank, naming the first line in which two ranks differ.
-            ZeroError: a rank failed or left meanwhile; says which one and why.
+            ZeroError: a rank failed or left meanwhile, and which one and why; or an optimizer did
+                not step on all ranks.
         """
         if self.failure is not None:
             raise ZeroError(self.failure)
-        pair = torch.tensor([mark, -mark, not ready])
+        most = torch.tensor([mark, -mark, not ready, self.steps, -self.steps])
         try:
-            dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=self.group)
-            if pair[0] == -pair[1]:
-                return not pair[2]
-            everyone: list[Any] = [None] * self.world
-            dist.all_gather_object(everyone, list(describe()), group=self.group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+            if most[3] == -most[4]:
+                if most[0] == -most[1]:
+                    return not most[2]
+                everyone: list[Any] = [None] * self.world
+                dist.all_gather_object(everyone, list(describe()), group=self.group)
         except RuntimeError as error:
             raise self.explain(error) from error
+        if most[3] != -most[4]:
+            made, self.steps = self.steps, int(most[3])  # told once: a checkpoint mends it
+            raise ZeroError(
+                f"an optimizer stepped on some ranks only: rank {self.rank} made {made} "
+                f"steps, the others between {-int(most[4])} and {int(most[3])}. Each rank updates "
+                "its own part of every parameter, so all must step or none. Decide it by what all "
+                "ranks know, such as the norm that clip_grad_norm_ returns, and not by this rank's "
+                "loss. The parameters are of two different steps now: load a checkpoint"
+            )
         raise Disagreement(first_difference(everyone), everyone)
 
     @contextlib.contextmanager
@@ -143,8 +156,8 @@ class Control:
         if left:
             return ZeroError(
                 f"rank {left[0]} ended its process while rank {self.rank} was still waiting for "
-                "it: the ranks did not run the same number of steps. Give every rank the same "
-                f"number of batches. ({error})"
+                "it: the ranks did not run the same number of steps, or it ended early and its log "
+                f"says why. Give every rank the same number of batches. ({error})"
             )
         if silent:
             return ZeroError(

@@ -96,7 +96,7 @@ def _unshard(
     shard: Tensor, rows: int, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, name: str
 ) -> Tensor:
     where = comm.find(group)
-    _agree(where, "all-gather", name, (rows, *shard.shape[1:]), dtype)
+    agree(where, "all-gather", name, (rows, *shard.shape[1:]), dtype)
     if where.native and where.pg is not None:
         shape = [rows, *shard.shape[1:]]
         flat = collectives.native_gather([shard], [shape], dtype, where.world, where.pg_name)
@@ -127,7 +127,7 @@ def _reduce_grad(
     grad: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, name: str
 ) -> Tensor:
     where = comm.find(group)
-    _agree(where, "reduce-scatter", name, grad.shape, reduce_dtype)
+    agree(where, "reduce-scatter", name, grad.shape, reduce_dtype)
     if grad.is_sparse:  # of nn.Embedding(sparse=True)
         grad = grad.to_dense()
     grad = grad.to(collectives.wire_dtype(grad.dtype, reduce_dtype)).contiguous()
@@ -160,7 +160,7 @@ def _all_reduce_grad(
     grad: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype, group: str, name: str
 ) -> Tensor:
     where = comm.find(group)
-    _agree(where, "all-reduce", name, grad.shape, reduce_dtype)
+    agree(where, "all-reduce", name, grad.shape, reduce_dtype)
     if grad.is_sparse:
         grad = grad.to_dense()
     return _all_reduced([grad], dtype, reduce_dtype, group)[0]
@@ -391,7 +391,7 @@ torch.library.register_autograd(
 )
 
 
-def _agree(
+def agree(
     group: comm.Group, what: str, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
     """Outside of a planned graph each collective is checked on its own before it starts."""
@@ -406,7 +406,7 @@ def average(group: str, sharded: bool, specs: Sequence[Any], grads: list[Tensor]
     of all of them in one collective, in the dtype that they have. specs: ParamSpecs."""
     where, dtype = comm.find(group), grads[0].dtype
     names = ", ".join(f"{s.name} {tuple(g.shape)}" for s, g in zip(specs, grads, strict=True))
-    _agree(where, "averaging", names, (), dtype)
+    agree(where, "averaging", names, (), dtype)
     if not sharded:
         return _all_reduced(grads, dtype, dtype, group)
     return _reduced(grads, dtype, dtype, where)

@@ -31,23 +31,27 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zcompile import comm
 from zcompile._torch import (
     OptimizeContext,
     OptimizedModule,
     before_each_call,
     before_each_compile,
     compiled_call,
+    disable_dynamo,
     original_backend,
     redirect_compiled,
     shortened,
 )
 from zcompile.accumulation import check_settled
+from zcompile.control import Control
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.fused import fuse
 from zcompile.options import Options
 from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
 from zcompile.sharding import is_sharded, read_through_dialect, shard
+from zcompile.state import lay_out
 
 Backend = Callable[..., Any]
 Call = tuple[OptimizeContext, Any, Any, Any]  # and the function, its args, its kwargs
@@ -123,16 +127,29 @@ def _is_of(context: OptimizeContext, backend: Backend) -> bool:
 
 
 def _watch_optimizers(backend: Backend) -> None:
-    """At each optimizer's first step, look for parameters that nothing synchronises."""
+    """At each optimizer's first step, look for parameters that nothing synchronises; at every one,
+    for a state that is not laid out, and count it: all ranks must step."""
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
+    @disable_dynamo
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         check_settled(optimizer)
+        lay_out(optimizer)
+        for control in _controls_of(optimizer):
+            control.steps += 1
         alone = max(int(os.environ.get("WORLD_SIZE", "1")), _ranks()) == 1
         if optimizer not in seen and (alone or _is_synchronised(optimizer, backend)):
             seen.add(optimizer)
 
     register_optimizer_step_pre_hook(check)
+
+
+def _controls_of(optimizer: torch.optim.Optimizer) -> list[Control]:
+    """Of the groups over which its parameters are sharded. A param group is of one of them."""
+    firsts = (next(filter(is_sharded, group["params"]), None) for group in optimizer.param_groups)
+    names = {first.spec.group for first in firsts if first is not None}
+    controls = (comm.find(name).control for name in names)
+    return [control for control in controls if control is not None]
 
 
 def _ranks() -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +92,14 @@ class ZeroParameter(DTensor):
         with no_torch_function():
             return func(*args, **kwargs)
 
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """DTensor's own, which full_tensor() calls too, once every rank is about to do it."""
+        if not in_tracer():
+            spec = self.spec
+            dialect.agree(comm.find(spec.group), "full_tensor", spec.name, spec.shape, self.dtype)
+        with no_torch_function():
+            return super().redistribute(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved like the DTensor it is, so that files do not depend on this class.
         with no_torch_function():
@@ -159,12 +168,19 @@ _FILLS = frozenset(
     "normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ bernoulli_".split()
 )
 
+# They write one element by others, or by where it stands.
+_ACROSS = frozenset(
+    "fill_diagonal_ tril_ triu_ cumsum_ cumprod_ renorm_ index_fill_ index_copy_ index_add_ "
+    "index_put_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ masked_scatter_ put_ addmm_ "
+    "addmv_ addr_ addbmm_ baddbmm_".split()
+)
+
 
 def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """One operation that meets at least one ZeroParameter, outside of any tracer."""
     name = getattr(func, "__name__", "")
     target = args[0] if args else kwargs.get("tensor", kwargs.get("input"))
-    if name == "__setitem__" or _fills(func, name):
+    if name == "__setitem__" or name in _ACROSS or _fills(func, name):
         return _write_whole(func, target, args, kwargs)
     if func == _DATA_GETTER:
         data = ZeroParameter.make(target._local_tensor, target.spec, target.device_mesh, False)
@@ -177,6 +193,8 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map(_local_part, (args, kwargs))
     elif _is_in_place(func, name):
         if type(target) is ZeroParameter:
+            if func != _GRAD_SETTER and tree_any(partial(_broadcasts, target), (args, kwargs)):
+                return _write_whole(func, target, args, kwargs)
             args = tree_map(lambda value: _laid_out_like(target, value), args)
         else:
             args, kwargs = tree_map(_whole, (args, kwargs))
@@ -239,6 +257,12 @@ def _check_part(param: ZeroParameter, value: DTensor) -> None:
         )
 
 
+def _broadcasts(param: ZeroParameter, value: Any) -> bool:
+    """Whether a plain tensor is of another shape than the parameter that it is written into."""
+    plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return plain and value.dim() > 0 and tuple(value.shape) != param.spec.shape
+
+
 def _local_part(value: Any) -> Any:
     """Elementwise work on tensors that are laid out alike needs no more than each rank's part."""
     if isinstance(value, DTensor) and not any(p.is_partial() for p in value.placements):
@@ -256,10 +280,11 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
         raise RuntimeError(
             "a leaf Variable that requires grad is being used in an in-place operation."
         )
-    if func.__name__ == "__setitem__":
-        whole = unsharded(param.to_local(), param.spec).to(param.dtype)
-    else:
+    if _fills(func, func.__name__):
         whole = param._local_tensor.new_empty(param.spec.shape)
+    else:
+        with torch.no_grad():
+            whole = _own_dtype(param)
     swap = lambda value: whole if value is param else _whole(value)
     args, kwargs = tree_map(swap, (args, kwargs))
     with no_torch_function():
@@ -269,6 +294,12 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
             comm.broadcast(whole, comm.find(param.spec.group))
         param._local_tensor.copy_(shard_of(whole, param.spec, param.device_mesh))
     return param
+
+
+def _own_dtype(param: ZeroParameter) -> Tensor:
+    """All of a parameter, in the dtype that it has at rest."""
+    spec = replace(param.spec, dtype=param._local_tensor.dtype, copied=False)
+    return unsharded(param.to_local(), spec).clone()
 
 
 _warned: set[str] = set()

@@ -35,6 +35,7 @@ from zcompile.norm import squares
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathered_alone, gradient
 from zcompile.scaler import LossScaler
+from zcompile.state import lay_out
 from zcompile.updates import Tensors
 
 LossFunction = Callable[..., Tensor]
@@ -127,6 +128,7 @@ class Step:
             ZeroError: a batch that cannot be cut, a gradient from elsewhere.
         """
         self.params = self._named()
+        lay_out(self.optimizer)
         if self.moved is None:
             self.moved = self._moved()  # not while something is being traced
         self._check()

@@ -73,11 +73,16 @@ def from_plan(sim: Simulator, plan: Plan) -> Schedule:
     """The schedule that a plan's rows describe.
 
     Raises:
-        PlanError: a row names a parameter or an operation that the step does not have.
+        PlanError: a row names a parameter, an operation or a dtype that the step does not have, or
+            a parameter has none.
     """
     step, buckets = sim.step, []
     left: dict[tuple[int, str, str], list[int]] = {}
     kept = plan.kept()
+    listed = {parameter.name for parameter in plan.parameters}
+    for owned in step.parameters:
+        if owned.name not in listed:
+            raise PlanError(f"parameters: the plan has no row for {owned.name!r}")
     for index in sim.gathered(kept):
         gather = step.gathers[index]
         left.setdefault((gather.graph, "all-gather", gather.parameter), []).append(index)
@@ -96,6 +101,12 @@ def from_plan(sim: Simulator, plan: Plan) -> Schedule:
                     "has it more than once"
                 )
             members.append(waiting.pop(0))
+            of = step.gathers if row.kind == "all-gather" else step.reductions
+            if (dtype := of[members[-1]].dtype) != row.dtype:
+                raise PlanError(
+                    f"{row.key}: dtype={row.dtype!r}, but {name!r} travels in {dtype}: param_dtype "
+                    "and reduce_dtype say in what"
+                )
         positions = []
         for what, anchor in (("issue", row.issue), ("wait", row.wait)):
             try:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 VERSION = 2
 
 # What memory is for, in the order in which curves are stacked.
@@ -176,8 +178,8 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises ValueError for another version of the schema, or a field that is missing or
-        unknown, naming it."""
+        """Raises ValueError for another version of the schema, or a field that is missing, unknown
+        or of another type, naming it."""
         raw = json.loads(text)
         version = raw.pop("version", None) if isinstance(raw, dict) else None
         if version != VERSION:
@@ -187,7 +189,14 @@ class Plan:
         for name, kind in _ROWS.items():
             if name in raw:
                 raw[name] = _rows(kind, raw[name], name)
-        return _row(Plan, raw, "plan")
+        plan: Plan = _row(Plan, raw, "plan")
+        try:
+            TypeAdapter(Plan).validate_python(dataclasses.asdict(plan))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{where} is {first['input']!r}: {first['msg']}") from None
+        return plan
 
 
 def lines(direction: str, rows: Sequence[Collective]) -> list[str]:

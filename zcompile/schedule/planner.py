@@ -39,7 +39,9 @@ AHEAD = (0.0, 1.0, 1.5, 2.5, 5.0, 16.0)  # see Knobs
 # are not moved out of the way one by one.
 LARGE = 200
 ROOM_EFFORT = 500  # memory curves
-# Local search is for small steps: there the last percents are worth their price.
+# Local search is for small steps: there the last percents are worth their price. It stops at so
+# many evaluations, half a second, and earlier where each is of many collectives.
+EVALUATIONS = 3_000
 SEARCH_WORK = 400_000  # evaluations times collectives
 
 
@@ -73,7 +75,7 @@ def plan(
         best = search.spend(best, candidates, keep)
     count = len(best.schedule.buckets) + 8
     if count <= LARGE:
-        effort = Effort(SEARCH_WORK // count)
+        effort = Effort(min(EVALUATIONS, SEARCH_WORK // count))
         best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
     # Of two with one peak, the one that holds less beside it: allocators keep what was used.
@@ -265,10 +267,14 @@ def _does_not_fit(sim: Simulator, leanest: Schedule, roof: int) -> BudgetError:
     listed = "\n".join(f"  {size / 1e6:12.3f} MB  {what}" for size, what in parts[:6] if size)
     at_rest = rest.total() / 1e6
     return BudgetError(
-        f"the step does not fit: the leanest schedule needs {peak / 1e6:.3f} MB at its peak (at "
-        f"{where}), memory_budget allows {roof / 1e6:.3f} MB, {(peak - roof) / 1e6:.3f} MB too "
+        f"the step does not fit: the leanest schedule needs {_amount(peak)} at its peak (at "
+        f"{where}), memory_budget allows {_amount(roof)}, {_amount(peak - roof)} too "
         f"little. The largest contributors there:\n{listed}\n"
         f"It fits with memory_budget={peak} (bytes) or more. Otherwise: more ranks (each holds "
         f"{at_rest:.3f} MB at rest on {sim.step.world}), a smaller batch or sequence, "
         "torch.utils.checkpoint around the layers, or stage 3 if the stage is lower."
     )
+
+
+def _amount(size: int) -> str:
+    return f"{size / 1e6:.3f} MB" if size >= 1e5 else f"{size} bytes"
