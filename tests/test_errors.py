@@ -216,13 +216,18 @@ def test_a_model_that_is_sharded_again_in_another_way_is_told():
     model = zcompile.shard(nn.Linear(8, 8), stage=3, persistence_threshold=0)
     with pytest.warns(ZeroWarning, match=r"'param_dtype' = torch\.bfloat16 has no effect"):
         zcompile.shard(model, param_dtype="bf16")
+    whole = zcompile.shard(nn.Linear(8, 8), stage=0)
+    with pytest.warns(
+        ZeroWarning, match=r"'stage' = 3 has no effect.*weight \(8, 8\) is replicated"
+    ):
+        zcompile.shard(whole, stage=3, persistence_threshold=8)
     assert model(torch.ones(2, 8)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
     ("mine", "yours", "advice"),
     [
-        ("full_state_dict of w (2, 2)", "forward graph", "call it on every rank"),
+        ("full_state_dict of w (2, 2)", "forward graph", "full_state_dict gathers from all ranks"),
         ("inference graph", "forward graph", "A rank evaluates the model while others do not"),
         ("all-gather w", "all-gather v", "take the same path through the model"),
     ],
@@ -239,13 +244,31 @@ def _one_rank_steps(rank, world):
     saved = zcompile.full_state_dict(model)
     if rank == 0:  # a loss that the other finds infinite
         optimizer.step()
-    with pytest.raises(ZeroError, match=r"stepped on some ranks only: rank \d made \d+ steps"):
+    with pytest.raises(
+        ZeroError, match=r"stepped on some ranks only: rank \d made \d+ steps; over all"
+    ):
         compiled(torch.ones(2, 8))
     # Told once; what it asks for mends it.
     zcompile.load_full_state_dict(model, saved)
     compiled(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     return zcompile.full_state_dict(model)["weight"]
+
+
+def _one_rank_saves_before_the_step(rank, world):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend="zero", options=options(3))
+    for _ in range(2):
+        compiled(torch.ones(2, 8)).sum().backward()
+        if rank == 0:
+            zcompile.full_state_dict(model)
+        optimizer.step()
+
+
+def test_a_rank_elsewhere_is_not_taken_for_one_that_did_not_step(ranks):
+    with pytest.raises(AssertionError, match="full_state_dict gathers from all ranks: call it on"):
+        ranks(_one_rank_saves_before_the_step)
 
 
 def test_an_optimizer_that_steps_on_some_ranks_only_is_told(ranks):

@@ -1,5 +1,6 @@
 """Options: defaults, spellings, and the text of every refusal."""
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -82,6 +83,16 @@ def test_deepspeeds_configuration_is_told_apart():
     assert "entry of DeepSpeed's configuration" in said and "is the option 'stage'" in said
 
 
+def test_a_whole_number_may_be_spelt_as_another_kind():
+    made = Options.parse({"bucket_bytes": 5e8, "stage": np.int64(2)})
+    assert (made.bucket_bytes, made.stage) == (500_000_000, 2)
+    assert refusal(prefetch=1.5).startswith("option 'prefetch' = 1.5: Input should be a valid int")
+
+
+def test_a_setting_of_inductors_with_another_name_is_one():
+    Options.parse({"inductor": {"force_disable_caches": True, "triton.cudagraphs": False}})
+
+
 def test_options_that_are_no_dict():
     with pytest.raises(OptionError, match=r"a dict, such as \{'stage': 3\}, not 'ds\.json'"):
         Options.parse("ds.json")
@@ -131,7 +142,7 @@ def test_every_wrong_option_is_named():
         ("memory_budget", True, "it is neither a positive number of bytes"),
         ("memory_budget", "1 GB", "it is neither a positive number of bytes"),
         ("memory_budget", 1, "that is one byte; for all that the device has write 1.0"),
-        ("memory_budget", 8e9, "a float is a share up to 1.0; for bytes write int(8e+09)"),
+        ("memory_budget", 8e9, "a float is a share up to 1.0; for bytes write 8000000000"),
         ("replan_after", -1, "Input should be greater than or equal to 0"),
         ("replan_gain", -1.1, "Input should be greater than or equal to -1"),
         ("calibrate", "no", "Input should be a valid boolean"),

@@ -100,9 +100,22 @@ def test_a_state_of_another_kind_is_refused(ranks):
     ranks(wrong_state)
 
 
+class Scaled(nn.Sequential):
+    """The first parameter has no dimension."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def plain_optimizer_state(rank, world, how):
-    plain, theirs = trained(None)
-    model = make()
+    plain = Scaled(*make())
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    step(plain, theirs, 2)
+    model = Scaled(*make())
     model.load_state_dict(plain.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if how == "whole step":

@@ -120,7 +120,7 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 
 def inductor_settings() -> Collection[str]:
     """The names of Inductor's settings."""
-    return inductor_config.get_config_copy().keys()
+    return inductor_config._config.keys()  # config.get_config_copy() leaves out what has an alias
 
 
 def in_tracer() -> bool:
@@ -215,12 +215,18 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> int:
     return len(optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
 
 
+_ADVICE = "\nSet TORCHDYNAMO_VERBOSE=1"  # which Dynamo adds to what passes through it
+
+
 def shortened(error: Exception) -> Exception:
-    """The same error in a form that Dynamo hands to the caller as it is, without its own frames."""
+    """The same error in a form that Dynamo hands to the caller as it is, without its own frames and
+    its advice on how to see them."""
     kind = type(error)
     if issubclass(kind, ShortenTraceback):
         return error
-    both = type(kind.__name__, (kind, ShortenTraceback), {"__module__": kind.__module__})
+    said = lambda self: kind.__str__(self).partition(_ADVICE)[0].rstrip()
+    members = {"__module__": kind.__module__, "__str__": said}
+    both = type(kind.__name__, (kind, ShortenTraceback), members)
     return both(*error.args, first_useful_frame=None)
 
 

@@ -39,7 +39,7 @@ class Format(StrEnum):
     json = "json"
 
 
-_SUFFIXES = {
+_SUFFIXES = {  # the longest first
     ".trace.json": "trace",
     ".json": "json",
     ".txt": "text",
@@ -109,7 +109,7 @@ def _form_of(output: Path) -> Format:
     for suffix, form in _SUFFIXES.items():
         if output.name.lower().endswith(suffix):
             return Format(form)
-    if not output.suffix or output.is_char_device():
+    if not output.suffix:  # such as /dev/stdout
         return Format.text
     _fail(
         f"{output} ends in none of {', '.join(_SUFFIXES)}, which say what is written; give such a "

@@ -83,7 +83,7 @@ class Control:
 
         Raises:
             Disagreement: on every rank, naming the first line in which two ranks differ.
-            ZeroError: a rank failed or left meanwhile, and which one and why; or an optimizer did
+            ZeroError: a rank failed or left meanwhile: says which one and why. Or an optimizer did
                 not step on all ranks.
         """
         if self.failure is not None:
@@ -91,23 +91,25 @@ class Control:
         most = torch.tensor([mark, -mark, not ready, self.steps, -self.steps])
         try:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-            if most[3] == -most[4]:
-                if most[0] == -most[1]:
-                    return not most[2]
+            high, low, unready, most_steps, fewest = most[0], -most[1], most[2], most[3], -most[4]
+            if high == low and most_steps == fewest:
+                return not unready
+            # Ranks at different places may be a step apart for that alone.
+            if high != low:
                 everyone: list[Any] = [None] * self.world
                 dist.all_gather_object(everyone, list(describe()), group=self.group)
         except RuntimeError as error:
             raise self.explain(error) from error
-        if most[3] != -most[4]:
-            made, self.steps = self.steps, int(most[3])  # told once: a checkpoint mends it
-            raise ZeroError(
-                f"an optimizer stepped on some ranks only: rank {self.rank} made {made} "
-                f"steps, the others between {-int(most[4])} and {int(most[3])}. Each rank updates "
-                "its own part of every parameter, so all must step or none. Decide it by what all "
-                "ranks know, such as the norm that clip_grad_norm_ returns, and not by this rank's "
-                "loss. The parameters are of two different steps now: load a checkpoint"
-            )
-        raise Disagreement(first_difference(everyone), everyone)
+        if high != low:
+            raise Disagreement(first_difference(everyone), everyone)
+        made, self.steps = self.steps, int(most_steps)  # told once: a checkpoint mends it
+        raise ZeroError(
+            f"an optimizer stepped on some ranks only: rank {self.rank} made {made} steps; over "
+            f"all ranks it is {int(fewest)} to {int(most_steps)}. Each rank updates its own part "
+            "of every parameter, so all must step or none. Decide it by what all ranks know, such "
+            "as the norm that clip_grad_norm_ returns, and not by this rank's loss. The parameters "
+            "are of two different steps now: load a checkpoint"
+        )
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
@@ -223,10 +225,10 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> str:
 
 def _advice(*lines: str) -> str:
     kinds = {line.split(" ", 1)[0] for line in lines}
-    if "full_state_dict" in kinds:
+    if len(kinds) > 1 and (gathers := kinds & {"full_state_dict", "full_tensor"}):
         return (
-            "full_state_dict gathers the parameters: call it on every rank, with rank0_only=True "
-            "where one rank keeps the result, and not under `if rank == 0:`."
+            f"{gathers.pop()} gathers from all ranks: call it on every one, and not under "
+            "`if rank == 0:` (full_state_dict(..., rank0_only=True) keeps the result on one)."
         )
     if "inference" in kinds and len(kinds) > 1:
         return (

@@ -51,7 +51,7 @@ from zcompile.options import Options
 from zcompile.owners import outermost_owners
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
 from zcompile.sharding import is_sharded, read_through_dialect, shard
-from zcompile.state import lay_out
+from zcompile.state import keep_laid_out
 
 Backend = Callable[..., Any]
 Call = tuple[OptimizeContext, Any, Any, Any]  # and the function, its args, its kwargs
@@ -127,14 +127,17 @@ def _is_of(context: OptimizeContext, backend: Backend) -> bool:
 
 
 def _watch_optimizers(backend: Backend) -> None:
-    """At each optimizer's first step, look for parameters that nothing synchronises; at every one,
-    for a state that is not laid out, and count it: all ranks must step."""
+    """Before each step of an optimizer, count it: all ranks must make it. Before the first, lay out
+    a state that was loaded whole, and look for parameters that nothing synchronises."""
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    @disable_dynamo
+    @disable_dynamo  # a count in a graph would be compiled anew at each step
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         check_settled(optimizer)
-        lay_out(optimizer)
+        if optimizer not in met:
+            met.add(optimizer)
+            keep_laid_out(optimizer)
         for control in _controls_of(optimizer):
             control.steps += 1
         alone = max(int(os.environ.get("WORLD_SIZE", "1")), _ranks()) == 1
@@ -145,9 +148,9 @@ def _watch_optimizers(backend: Backend) -> None:
 
 
 def _controls_of(optimizer: torch.optim.Optimizer) -> list[Control]:
-    """Of the groups over which its parameters are sharded. A param group is of one of them."""
-    firsts = (next(filter(is_sharded, group["params"]), None) for group in optimizer.param_groups)
-    names = {first.spec.group for first in firsts if first is not None}
+    """Of the groups over which its parameters are sharded."""
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    names = {p.spec.group for p in params if is_sharded(p)}
     controls = (comm.find(name).control for name in names)
     return [control for control in controls if control is not None]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Annotated, Any, Literal
 
 import torch
@@ -47,18 +48,24 @@ def _as_dtype(value: Any) -> Any:
 
 
 def _as_budget(value: Any) -> Any:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 1):
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        if value == 1:
+            raise ValueError("that is one byte; for all that the device has write 1.0")
         return value
-    if value is not True and value == 1 and isinstance(value, int):
-        raise ValueError("that is one byte; for all that the device has write 1.0")
-    if isinstance(value, float) and 0 < value <= 1:
+    if value is None or (isinstance(value, float) and 0 < value <= 1):
         return value
     if isinstance(value, float) and value > 1 and value.is_integer():
-        raise ValueError(f"a float is a share up to 1.0; for bytes write int({value:g})")
+        raise ValueError(f"a float is a share up to 1.0; for bytes write {int(value)}")
     raise ValueError(
         "it is neither a positive number of bytes (an int, such as 8 * 10**9) nor a share of the "
         "device's memory (a float up to 1.0)"
     )
+
+
+def _as_whole(value: Any) -> Any:
+    """A whole number however it is spelt: 5e8, or numpy's."""
+    whole = isinstance(value, Integral) or (isinstance(value, float) and value.is_integer())
+    return int(value) if whole and not isinstance(value, bool) else value
 
 
 def _as_inductor(value: Any) -> Any:
@@ -72,6 +79,7 @@ def _as_inductor(value: Any) -> Any:
     return value
 
 
+Whole = Annotated[int, BeforeValidator(_as_whole)]
 Dtype = Annotated[torch.dtype | None, BeforeValidator(_as_dtype)]
 
 
@@ -86,7 +94,7 @@ class Options(BaseModel):
         frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True
     )
 
-    stage: int = Field(
+    stage: Whole = Field(
         3,
         ge=0,
         le=3,
@@ -99,7 +107,7 @@ class Options(BaseModel):
     reduce_dtype: Dtype = Field(
         None, description="Dtype gradients are summed in; None means float32 or wider."
     )
-    persistence_threshold: int | None = Field(
+    persistence_threshold: Whole | None = Field(
         None,
         ge=0,
         description="Parameters with fewer elements stay replicated. None: 16,384, as gathering "
@@ -112,12 +120,12 @@ class Options(BaseModel):
         "memory (a float up to 1.0). With stage 3 the planner spends it on parameters kept for "
         "backward. None: the residency that the stage says, within what the device has free.",
     )
-    bucket_bytes: int | None = Field(
+    bucket_bytes: Whole | None = Field(
         None,
         ge=1,
         description="Rules in place of the planner: collectives are merged up to this many bytes.",
     )
-    prefetch: int | None = Field(
+    prefetch: Whole | None = Field(
         None,
         ge=0,
         description="Rules in place of the planner: how many buckets ahead of its use a gather is "
@@ -126,7 +134,7 @@ class Options(BaseModel):
     plan: str | None = Field(
         None, description="A plan to follow: the JSON file that a dump wrote, edited or not."
     )
-    replan_after: int = Field(
+    replan_after: Whole = Field(
         3,
         ge=0,
         description="Steps after which times are measured and the step is planned again; 0: never. "

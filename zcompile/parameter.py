@@ -57,6 +57,10 @@ def unsharded(local: Tensor, spec: ParamSpec) -> Tensor:
     return dialect.REPLICATE(local, spec.dtype, spec.reduce_dtype, spec.group, spec.name)
 
 
+# What torch.optim keeps beside a parameter that is one number whatever the parameter's shape.
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
 class ZeroParameter(DTensor):
     """See the module's text. `spec` is a ParamSpec."""
 
@@ -76,6 +80,12 @@ class ZeroParameter(DTensor):
             param.register_hook(_own_part(spec, mesh))
         return param
 
+    def is_whole(self, key: str, value: Any) -> bool:
+        """Whether an entry of an optimizer's state is of all of the parameter, not of a part."""
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or key in _COUNTERS:
+            return False
+        return tuple(value.shape) == self.spec.shape
+
     @staticmethod
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> ZeroParameter:
         plain = DTensor.__tensor_unflatten__(inner, context, size, stride)
@@ -94,7 +104,7 @@ class ZeroParameter(DTensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """DTensor's own, which full_tensor() calls too, once every rank is about to do it."""
-        if not in_tracer():
+        if self.spec.sharded and not in_tracer():
             spec = self.spec
             dialect.agree(comm.find(spec.group), "full_tensor", spec.name, spec.shape, self.dtype)
         with no_torch_function():
@@ -168,7 +178,7 @@ _FILLS = frozenset(
     "normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ bernoulli_".split()
 )
 
-# They write one element by others, or by where it stands.
+# What they write to an element depends on others, or on its index in the whole.
 _ACROSS = frozenset(
     "fill_diagonal_ tril_ triu_ cumsum_ cumprod_ renorm_ index_fill_ index_copy_ index_add_ "
     "index_put_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ masked_scatter_ put_ addmm_ "
@@ -187,6 +197,11 @@ def _apply(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         data.writable_whole = False
         return data
     if func == _DATA_SETTER and type(target) is ZeroParameter:
+        if tuple(args[1].shape) != target.spec.shape:
+            raise ZeroError(
+                f"parameter {target.spec.name!r} is sharded as {target.spec.shape} and its data "
+                f"cannot become {tuple(args[1].shape)}: resize it before the model is sharded"
+            )
         with torch.no_grad():
             return target.copy_(args[1])
     if name.startswith("_fused") or (name.startswith("_foreach") and name.endswith("_")):
@@ -284,8 +299,8 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
         whole = param._local_tensor.new_empty(param.spec.shape)
     else:
         with torch.no_grad():
-            whole = _own_dtype(param)
-    swap = lambda value: whole if value is param else _whole(value)
+            whole = _whole_at_rest(param).clone()  # what was gathered may be shared, or the shard
+    swap = lambda value: whole if value is param else _whole_at_rest(value)
     args, kwargs = tree_map(swap, (args, kwargs))
     with no_torch_function():
         func(*args, **kwargs)
@@ -296,10 +311,12 @@ def _write_whole(func: Callable[..., Any], param: Any, args: Any, kwargs: Any) -
     return param
 
 
-def _own_dtype(param: ZeroParameter) -> Tensor:
-    """All of a parameter, in the dtype that it has at rest."""
-    spec = replace(param.spec, dtype=param._local_tensor.dtype, copied=False)
-    return unsharded(param.to_local(), spec).clone()
+def _whole_at_rest(value: Any) -> Any:
+    """All of a parameter, in the dtype that it has at rest, and not the one it computes in."""
+    if type(value) is not ZeroParameter:
+        return value
+    spec = replace(value.spec, dtype=value._local_tensor.dtype, copied=False)
+    return unsharded(value.to_local(), spec)
 
 
 _warned: set[str] = set()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import CellType
@@ -31,6 +32,8 @@ from zcompile.world import World, join
 
 # A module's parameter as compiled code sees it: (module, name in it, at rest, spec).
 Read = Callable[[nn.Module, str, ZeroParameter, ParamSpec], Any]
+
+_casting: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose inputs are cast
 
 Initialiser = Callable[[nn.Module], Any]
 
@@ -74,8 +77,7 @@ def shard(
             )
     world = join(chosen, _device(root))
     every = list(root.parameters())
-    before = bool(every) and all(is_sharded(p) for p in every)
-    if before:
+    if every and all(is_sharded(p) for p in every):
         warn_of_no_effect(chosen, every)
     chosen = with_threshold(chosen, every, world.group.world)
     _agree_on_names(root, world)
@@ -86,7 +88,9 @@ def shard(
         _sync_buffers(root, chosen, world)
     for module in root.modules():
         read_through_dialect(module)
-    if chosen.param_dtype is not None and chosen.cast_inputs and not before:
+    computes_in = {p.spec.dtype for p in root.parameters() if isinstance(p, ZeroParameter)}
+    if chosen.cast_inputs and chosen.param_dtype in computes_in and root not in _casting:
+        _casting.add(root)
         cast_inputs(root, chosen.param_dtype)
     machine.learn(world.group, _device(root), chosen, _lines(root))
     return model
@@ -238,7 +242,7 @@ def _shard_state(optimizer: torch.optim.Optimizer, old: Tensor, new: ZeroParamet
         return
     state = optimizer.state.pop(old)
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and tuple(value.shape) == new.spec.shape:
+        if new.is_whole(key, value):
             state[key] = state_dtensor(value, new.spec, new.device_mesh)
     optimizer.state[new] = state
 

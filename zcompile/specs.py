@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -54,6 +55,11 @@ def warn_of_no_effect(options: Options, params: Sequence[ZeroParameter]) -> None
     """Say which of the options that were given came too late, if any: these parameters were sharded
     with others."""
     late: dict[str, str] = {}
+    large = options.persistence_threshold or SMALL
+    if options.stage > 0 and "stage" in options.model_fields_set:
+        whole = [p for p in params if p.dim() and p.spec.shape and math.prod(p.spec.shape) >= large]
+        if whole and not any(p.spec.sharded for p in params):
+            late["stage"] = f"{whole[0].spec.name} {whole[0].spec.shape} is replicated"
     for param in params:
         spec, asked = param.spec, spec_of(param.spec.name, param, options, param.spec.group)
         for name, had, wanted in (

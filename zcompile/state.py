@@ -74,16 +74,16 @@ def load_full_state_dict(
     """
     if optimizer is None:
         if isinstance(state.get("model"), Mapping):
+            both = "the optimizer as well, or " if "optimizer" in state else ""
             raise ZeroError(
-                f"this state has the entries {_few(state)}: give the optimizer as well, "
-                "load_full_state_dict(model, state, optimizer), or state['model'] alone"
+                f"this state has the entries {_some_keys(state)}: give {both}state['model'] alone"
             )
         return _load_model(model, state, strict)
     _check_owner(model, optimizer)
     if not {"model", "optimizer"} <= set(state):
         raise ZeroError(
             "an optimizer was given, so the state needs the entries 'model' and 'optimizer' as "
-            f"full_state_dict(model, optimizer) returns them; it has {_few(state)}"
+            f"full_state_dict(model, optimizer) returns them; it has {_some_keys(state)}"
         )
     result = _load_model(model, state["model"], strict)
     _load_optimizer(optimizer, state["optimizer"])
@@ -100,7 +100,7 @@ def _load_model(model: nn.Module, state: Mapping[str, Any], strict: bool) -> Any
     return plain.load_state_dict(dict(state), strict=strict)
 
 
-def _few(state: Mapping[str, Any]) -> str:
+def _some_keys(state: Mapping[str, Any]) -> str:
     names = sorted(map(repr, state))
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
@@ -159,39 +159,22 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -
     optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
 
 
+def keep_laid_out(optimizer: torch.optim.Optimizer) -> None:
+    """Each rank takes its part of what `optimizer.load_state_dict` loads, now and from now on: a
+    plain run's state is whole."""
+    lay_out(optimizer)
+    optimizer.register_load_state_dict_post_hook(lay_out)
+
+
 def lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Each rank takes its part of a state that `optimizer.load_state_dict` left whole, as it does
-    with a plain run's. Cheap where there is none: it looks at one parameter per group."""
-    for group in optimizer.param_groups:
-        ours = (p for p in group["params"] if type(p) is ZeroParameter and p in optimizer.state)
-        first = next(ours, None)
-        if first is None or not _whole_entries(first, optimizer.state[first]):
-            continue
-        for param in (first, *ours):
-            entry = optimizer.state[param]
-            entry.update(_laid_out(param, _whole_entries(param, entry)))
-
-
-def _whole_entries(param: ZeroParameter, entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    shape = param.spec.shape
-    return {
-        key: value
-        for key, value in entry.items()
-        if isinstance(value, Tensor)
-        and not isinstance(value, DTensor)
-        and value.dim()
-        and tuple(value.shape) == shape
-    }
+    for param, entry in optimizer.state.items():
+        if type(param) is ZeroParameter:
+            entry.update(dict(_laid_out(param, entry)))
 
 
 def _laid_out(param: Any, entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in entry.items():
-        if (
-            type(param) is ZeroParameter
-            and isinstance(value, Tensor)
-            and value.dim()
-            and tuple(value.shape) == param.spec.shape
-        ):
+        if type(param) is ZeroParameter and param.is_whole(key, value):
             local = value.to(param.device)
             yield key, state_dtensor(local, param.spec, param.device_mesh)
         else:

@@ -17,6 +17,7 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from zcompile.norm import squares
 from zcompile.options import Options
 from zcompile.parameter import ZeroParameter, gathered_alone, gradient
 from zcompile.scaler import LossScaler
-from zcompile.state import lay_out
+from zcompile.state import keep_laid_out
 from zcompile.updates import Tensors
 
 LossFunction = Callable[..., Tensor]
@@ -61,7 +62,7 @@ def compile_step(
     backend="zero"); stochastic_rounding is how the optimizer rounds.
 
     Raises:
-        OptionError: a value out of range, or an unknown option.
+        OptionError: a value out of range or of another type, or an unknown option.
     """
     if not isinstance(accumulate, int) or accumulate < 1:
         raise OptionError(f"accumulate = {accumulate!r} must be a whole number, at least 1")
@@ -70,24 +71,26 @@ def compile_step(
             f"scaler is a {type(scaler).__name__}: give a zcompile.LossScaler (a GradScaler works "
             "in a loop of your own)"
         )
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+    number = isinstance(clip, Real) and not isinstance(clip, bool)
+    if clip is not None and not (number and clip > 0):
         raise OptionError(f"clip = {clip!r} must be a number above 0, or None")
     if not isinstance(optimizer, torch.optim.Optimizer) or not (
         loss_fn is None or callable(loss_fn)
     ):
         raise OptionError(
-            f"compile_step(model, loss_fn, optimizer) got loss_fn = {_name(loss_fn)} and optimizer "
-            f"= {_name(optimizer)}; it needs a function (or None) and a torch.optim.Optimizer"
+            f"compile_step(model, loss_fn, optimizer) got loss_fn = {_kind(loss_fn)} and optimizer "
+            f"= {_kind(optimizer)}; it needs a function (or None) and a torch.optim.Optimizer"
         )
     if isinstance(model, OptimizedModule):
         model = model._orig_mod
     chosen = Options.parse(options)
     shard_whole([model], chosen)
     fuse_as(optimizer, chosen)
+    keep_laid_out(optimizer)
     return Step(model, loss_fn, optimizer, accumulate, clip, scaler, dict(options or {}))
 
 
-def _name(value: object) -> str:
+def _kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -128,7 +131,6 @@ class Step:
             ZeroError: a batch that cannot be cut, a gradient from elsewhere.
         """
         self.params = self._named()
-        lay_out(self.optimizer)
         if self.moved is None:
             self.moved = self._moved()  # not while something is being traced
         self._check()

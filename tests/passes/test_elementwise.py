@@ -111,25 +111,31 @@ def test_a_kernel_that_reads_what_nothing_defines_is_refused():
 
 def test_the_c_source():
     loads, stores = (Load("x", torch.bfloat16), Load("y", F32)), (Store("y", "total", F32),)
-    kernel = Kernel("k", loads, ("lr",), (Line("total", "maximum", ("x", "lr")),), stores, F32)
+    body = (Line("half", "mul", ("lr", 0.5)), Line("total", "maximum", ("x", "half")))
+    kernel = Kernel("k", loads, ("lr",), body, stores, F32)
     source = cpp.emit(kernel)
     loop = source[source.index("static void piece") : source.index('extern "C"')]
     same(
         loop,
         """
     static void piece(const uint16_t* __restrict x_at, float* __restrict y_at, const float lr, int64_t count) {
-      for (int64_t block = 0; block < count; block += 64) {
-        prefetch<0>(x_at + block);
-        prefetch<1>(y_at + block);
-        const int64_t end = std::min(block + 64, count);
+      const float half = lr * 0.5f;
+      const auto block = [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
     #pragma omp simd
-        for (int64_t i = block; i < end; ++i) {
+        for (int64_t i = begin; i < end; ++i) {
           const float x = from_bf16(x_at[i]);
           const float y = y_at[i];
-          const float total = larger(x, lr);
+          const float total = larger(x, half);
           y_at[i] = total;
         }
+      };
+      int64_t begin = 0;
+      for (; begin + 64 <= count; begin += 64) {
+        prefetch<0>(x_at + begin);
+        prefetch<1>(y_at + begin);
+        block(begin, begin + 64);
       }
+      if (begin < count) block(begin, count);
     }
 
     """,  # noqa: E501

@@ -74,7 +74,7 @@ def from_plan(sim: Simulator, plan: Plan) -> Schedule:
 
     Raises:
         PlanError: a row names a parameter, an operation or a dtype that the step does not have, or
-            a parameter has none.
+            a parameter has no row.
     """
     step, buckets = sim.step, []
     left: dict[tuple[int, str, str], list[int]] = {}
@@ -101,8 +101,8 @@ def from_plan(sim: Simulator, plan: Plan) -> Schedule:
                     "has it more than once"
                 )
             members.append(waiting.pop(0))
-            of = step.gathers if row.kind == "all-gather" else step.reductions
-            if (dtype := of[members[-1]].dtype) != row.dtype:
+            reads = step.gathers if row.kind == "all-gather" else step.reductions
+            if (dtype := reads[members[-1]].dtype) != row.dtype:
                 raise PlanError(
                     f"{row.key}: dtype={row.dtype!r}, but {name!r} travels in {dtype}: param_dtype "
                     "and reduce_dtype say in what"

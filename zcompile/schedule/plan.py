@@ -11,6 +11,7 @@ first, in the order of the rows, then what is awaited.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -191,12 +192,16 @@ class Plan:
                 raw[name] = _rows(kind, raw[name], name)
         plan: Plan = _row(Plan, raw, "plan")
         try:
-            TypeAdapter(Plan).validate_python(dataclasses.asdict(plan))
+            return _checked().validate_python(dataclasses.asdict(plan))
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ValueError(f"{where} is {first['input']!r}: {first['msg']}") from None
-        return plan
+
+
+@functools.cache
+def _checked() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
 
 
 def lines(direction: str, rows: Sequence[Collective]) -> list[str]:

@@ -39,12 +39,12 @@ AHEAD = (0.0, 1.0, 1.5, 2.5, 5.0, 16.0)  # see Knobs
 # are not moved out of the way one by one.
 LARGE = 200
 ROOM_EFFORT = 500  # memory curves
-# Local search is for small steps: there the last percents are worth their price. Evaluations times
-# the schedule's collectives, and times the square of the step's: up to a dozen are searched until
-# nothing moves, more of them for half a second, many less thoroughly.
+# Local search is for small steps: there the last percents are worth their price. Evaluations: up to
+# SEARCH_WORK / collectives of the schedule, and SEARCH_SQUARE / (collectives of the step)^2 or
+# FEWEST. A dozen collectives are searched until nothing moves, more of them for half a second.
 SEARCH_WORK = 400_000
 SEARCH_SQUARE = 8_000_000
-EVALUATIONS = 3_000
+FEWEST = 3_000
 
 
 def plan(
@@ -78,7 +78,7 @@ def plan(
     count = len(best.schedule.buckets) + 8
     if count <= LARGE:
         square = (len(sim.step.gathers) + len(sim.step.reductions) + 8) ** 2
-        most = max(SEARCH_SQUARE // square, EVALUATIONS)
+        most = max(SEARCH_SQUARE // square, FEWEST)
         effort = Effort(min(SEARCH_WORK // count, most))
         best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
