@@ -36,7 +36,7 @@ class Ranks:
         self.pools: dict[int, Pool] = {}
 
     def __call__(
-        self, function: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 180
+        self, function: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 360
     ) -> list[Any]:
         if world in self.pools and self.pools[world].calls == CALLS:
             self.pools.pop(world).kill()

@@ -18,7 +18,7 @@ class Finished:
     seconds: float
 
 
-def script(path: Path, world: int, *args: str, timeout: float = 120) -> list[Finished]:
+def script(path: Path, world: int, *args: str, timeout: float = 240) -> list[Finished]:
     """Start `world` ranks with torchrun's environment; kill what is alive after `timeout`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
