@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Sequence
 from itertools import groupby
@@ -57,7 +56,7 @@ def warn_of_no_effect(options: Options, params: Sequence[ZeroParameter]) -> None
     late: dict[str, str] = {}
     large = options.persistence_threshold or SMALL
     if options.stage > 0 and "stage" in options.model_fields_set:
-        whole = [p for p in params if p.dim() and p.spec.shape and math.prod(p.spec.shape) >= large]
+        whole = [p for p in params if p.dim() and p.numel() >= large]
         if whole and not any(p.spec.sharded for p in params):
             late["stage"] = f"{whole[0].spec.name} {whole[0].spec.shape} is replicated"
     for param in params:
