@@ -331,25 +331,37 @@ class Simulator:
             acts.append(((b.graph * length + b.wait) * 2 + 1) * count + index)
         acts.sort()
         clock, share = self._clock, self.costs.link.share
+        alone = 1.0 - share  # of the compute lane, while the link is busy
         ends = [0.0] * count
         now = free = done = 0.0
+        # `_work` stands here in full, twice: its calls would take as long as all the rest.
         for act in acts:
             place, index = divmod(act, count)
             until = clock[(place >> 1) % length]
+            work = until - done
+            if work > 0.0:
+                busy = free - now
+                if share <= 0.0 or busy <= 0.0:
+                    now += work
+                elif work < busy * alone:
+                    now += work / alone
+                else:
+                    now = free + (work - busy * alone)
+                done = until
             issue, wire, finish = prices[index]
-            work = finish if place & 1 else issue
-            if share:
-                now = _work(now, until - done, free, share)
-                if place & 1 and ends[index] > now:
-                    now = ends[index]
-                now = _work(now, work, free, share)
-            else:
-                now += until - done
-                if place & 1 and ends[index] > now:
-                    now = ends[index]
-                now += work
-            done = until
-            if not place & 1:
+            waits = place & 1
+            if waits and ends[index] > now:
+                now = ends[index]
+            work = finish if waits else issue
+            if work > 0.0:
+                busy = free - now
+                if share <= 0.0 or busy <= 0.0:
+                    now += work
+                elif work < busy * alone:
+                    now += work / alone
+                else:
+                    now = free + (work - busy * alone)
+            if not waits:
                 ends[index] = free = (now if now > free else free) + wire
         return _work(now, clock[-1] - done, free, share)
 
