@@ -289,6 +289,26 @@ def test_every_process_makes_the_same_plan():
     assert len(made) == 1
 
 
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_search_takes_no_longer_than_the_communication_of_so_many_steps(monkeypatch, steps):
+    sim, asked = simulator(4), [0]
+    whole = plan(sim, peak(sim, planner.lean(sim)) + 10 * MB).replay.seconds
+    first = plan(sim, peak(sim, planner.lean(sim)) + 10 * MB, steps=0).replay.seconds
+    seconds = sim.seconds
+
+    def counted(buckets):
+        asked[0] += 1
+        return seconds(buckets)
+
+    monkeypatch.setattr(sim, "seconds", counted)
+    found = plan(sim, peak(sim, planner.lean(sim)) + 10 * MB, steps=steps)
+    most = steps * (first - sim.compute_seconds) / planner.EVALUATION
+    # One sweep ends where it is: a collective has so many places.
+    assert asked[0] <= most + 200
+    assert asked[0] >= most / 2
+    assert whole <= found.replay.seconds <= first
+
+
 # Bounds of the simulator that the planner leans on
 
 

@@ -15,7 +15,6 @@ is; the next call compiles.
 from __future__ import annotations
 
 import dis
-import gc
 import os
 import sys
 import warnings
@@ -48,7 +47,7 @@ from zcompile.control import Control
 from zcompile.errors import ZeroError, ZeroWarning
 from zcompile.fused import fuse
 from zcompile.options import Options
-from zcompile.owners import outermost_owners
+from zcompile.owners import live, outermost_owners
 from zcompile.parameter import ZeroParameter, gathers_expected, unsharded
 from zcompile.sharding import is_sharded, read_through_dialect, shard
 from zcompile.state import keep_laid_out
@@ -165,7 +164,7 @@ def _is_synchronised(optimizer: torch.optim.Optimizer, backend: Backend) -> bool
     whole = {id(p) for p in params if not isinstance(p, DTensor) and p.grad is not None}
     if not whole:
         return True
-    for module in (o for o in gc.get_objects() if type(o) is OptimizedModule):
+    for module in live(OptimizedModule):
         if not _is_of(module.dynamo_ctx, backend):
             continue
         for name, param in module._orig_mod.named_parameters():

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from zcompile._torch import OptimizedModule
+
+T = TypeVar("T")
 
 
 def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
@@ -21,7 +24,7 @@ def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
     if not params:
         return []
     wanted = {id(p) for p in params}
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    modules = live(nn.Module)
     modules = [
         m for m in modules if "_modules" in m.__dict__ and not isinstance(m, OptimizedModule)
     ]
@@ -39,4 +42,14 @@ def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
 
 
 def live_optimizers() -> list[torch.optim.Optimizer]:
-    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    return live(torch.optim.Optimizer)
+
+
+def live(kind: type[T]) -> list[T]:
+    """All objects of a class and its subclasses, in the order in which they were made."""
+    # Among a million objects a look into a set takes half the time of issubclass.
+    kinds, new = set[type](), [kind]
+    while new:
+        kinds.update(new)
+        new = [s for k in new for s in type.__subclasses__(k) if s not in kinds]
+    return [o for o in gc.get_objects() if type(o) in kinds]

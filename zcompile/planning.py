@@ -37,6 +37,8 @@ Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of
 SLACK = 0.02
 ALLOWANCE = 0.1
 THRIFT = 0.01
+# A search is to pay within so many steps: a toy's step is not worth a second of planning.
+PAYS_WITHIN = 100
 
 STEP = ("forward", "backward")
 FACTORS = (0.1, 100.0)  # a link that differs from its figures by more is not worth believing
@@ -246,7 +248,7 @@ def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> F
         depth = depth if options.prefetch is None else options.prefetch
         return planner.fixed(sim, frozenset(), options.bucket_bytes or size, depth)
     if setting.budget is not None:
-        return planner.plan(sim, setting.budget, may_keep=may_keep)
+        return planner.plan(sim, setting.budget, may_keep=may_keep, steps=PAYS_WITHIN)
     lean = sim.replay(planner.lean(sim)).peak
     most = int(lean * (1 + ALLOWANCE))
     if setting.free is not None and setting.free < most:
@@ -256,8 +258,10 @@ def _search(setting: Setting, sim: Simulator, may_keep: Sequence[str] = ()) -> F
                 f"the step needs {lean / 1e6:.0f} MB at its peak, and {setting.free / 1e6:.0f} MB "
                 "were free when the model was sharded; memory_budget=... refuses what does not fit"
             )
-    thrifty = planner.plan(sim, min(int(lean * (1 + SLACK)), most), thrift=THRIFT)
-    ample = planner.plan(sim, most, thrift=THRIFT)
+    thrifty = planner.plan(
+        sim, min(int(lean * (1 + SLACK)), most), thrift=THRIFT, steps=PAYS_WITHIN
+    )
+    ample = planner.plan(sim, most, thrift=THRIFT, steps=PAYS_WITHIN)
     return ample if ample.replay.seconds < thrifty.replay.seconds * (1 - THRIFT) else thrifty
 
 

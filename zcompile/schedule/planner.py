@@ -15,6 +15,7 @@ the same step, costs and limit give the same schedule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,7 @@ ROOM_EFFORT = 500  # memory curves
 SEARCH_WORK = 400_000
 SEARCH_SQUARE = 8_000_000
 FEWEST = 3_000
+EVALUATION = 1e-4  # seconds of one, on a slow core
 
 
 def plan(
@@ -54,10 +56,12 @@ def plan(
     keep: frozenset[str] = frozenset(),
     may_keep: Iterable[str] = (),
     thrift: float = EQUAL,
+    steps: float = math.inf,
 ) -> Found:
     """The best schedule found. limit: bytes of the peak, None for no limit; keep: parameters that
     must stay gathered from forward to backward; may_keep: those that may; thrift: a gain in time of
-    less than this share of it is not worth any memory.
+    less than this share of it is not worth any memory; steps: local search ends when it has taken
+    about as long as the communication of so many steps, all that it could ever save in them.
 
     Raises:
         BudgetError: the leanest schedule does not fit; with the shortfall, the largest contributors
@@ -79,7 +83,8 @@ def plan(
     if count <= LARGE:
         square = (len(sim.step.gathers) + len(sim.step.reductions) + 8) ** 2
         most = max(SEARCH_SQUARE // square, FEWEST)
-        effort = Effort(min(SEARCH_WORK // count, most))
+        saved = steps * (best.replay.seconds - sim.compute_seconds)
+        effort = Effort(int(min(SEARCH_WORK // count, most, saved / EVALUATION)))
         best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
     # Of two with one peak, the one that holds less beside it: allocators keep what was used.
