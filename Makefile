@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+WORKERS ?= 2
 ARGS ?=
 # One core per rank: two ranks on a small machine must not fight over threads.
 export OMP_NUM_THREADS ?= 1
@@ -19,8 +20,8 @@ install: $(BIN)/torchrun
 train: install  ## a 10M-parameter GPT on real text, 2 local ranks, stage 3
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
-test: install  ## the whole suite
-	$(BIN)/python -m pytest
+test: install  ## the whole suite, WORKERS tests at a time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -1,14 +1,14 @@
 """One way to run a function on several gloo ranks, for every distributed test.
 
 Ranks live in worker processes that are reused from test to test (an import of torch costs
-seconds) and thrown away after any failure, and after CALLS calls: what compilers leave behind makes
-every later search among live objects slower. A call has a timeout that kills them, and an error
-shows every rank's traceback.
+seconds) and thrown away after any failure, and after CALLS calls: what compilers leave behind
+adds up. A call has a timeout that kills them, and an error shows every rank's traceback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import tempfile
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 _spawn = get_context("spawn")
-CALLS = 40
+CALLS = 80
 
 
 class RanksFailed(AssertionError):
@@ -119,6 +119,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, path: list[str])
         except EOFError:
             return
         torch._dynamo.reset()
+        # What is old is nothing that later searches among live objects look for.
+        gc.collect()
+        gc.freeze()
         torch.manual_seed(0)
         try:
             answer = (True, function(rank, world, *args))

@@ -29,7 +29,7 @@ def train(rank, model, opts, steps=2, width=32):
 
 
 def sent_bytes(rank, world, stage, primitive, dtype):
-    model = blocks()
+    model = blocks(count=3)
     opts = options(stage, primitive=primitive, param_dtype=dtype)
     _, sent = train(rank, model, opts)
     return sent, sum(p.numel() for p in model.parameters())

@@ -43,7 +43,7 @@ def dumped(folder, world=3, rank=0, native=False):
 def shapes(file):
     """What a graph file prints when it is run."""
     return subprocess.run(
-        [sys.executable, str(file)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, str(file)], capture_output=True, text=True, timeout=300, check=True
     ).stdout
 
 

@@ -25,7 +25,7 @@ def step(model, **kwargs):
     return loss
 
 model = Net()
-options = {"stage": 3, "engine": "eager", "persistence_threshold": 8}
+options = {"stage": 3, "engine": "eager", "persistence_threshold": 8, "calibrate": False}
 compiled = torch.compile(model, backend="zero", options=options)
 step(compiled); step(compiled)
 """
@@ -33,7 +33,7 @@ step(compiled); step(compiled)
 
 @pytest.fixture
 def run(tmp_path):
-    def go(body, world=2, timeout=90):
+    def go(body, world=2, timeout=300):
         path = tmp_path / "train.py"
         path.write_text(HEAD + body)
         return script(path, world, timeout=timeout)
@@ -62,7 +62,7 @@ def test_a_rank_that_raises_is_named_with_its_error_on_the_others(run):
         "if rank == 1:\n    raise ValueError('the loader of rank one is empty')\nstep(compiled)\n"
     )
     assert "ValueError: the loader of rank one is empty" in ends[1].output
-    assert ends[0].code == 1 and ends[0].seconds < 60
+    assert ends[0].code == 1 and ends[0].seconds < 240
     assert "rank 1 failed: ValueError: the loader of rank one is empty" in ends[0].output
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_raises_but_lives_on_is_still_heard(run):
         "        raise ValueError('caught late')\n"
         "    except ValueError as error:\n"
         "        sys.excepthook(type(error), error, None)\n"
-        "    time.sleep(20)\n"
+        "    time.sleep(45)\n"
         "    sys.exit(3)\n"
         "begin = time.monotonic()\n"
         "try:\n"
@@ -84,12 +84,12 @@ def test_a_rank_that_raises_but_lives_on_is_still_heard(run):
         "    print('waited', time.monotonic() - begin)\n"
     )
     assert "rank 1 failed: ValueError: caught late" in ends[0].output
-    assert float(ends[0].output.split("waited ")[1].split()[0]) < 10
+    assert float(ends[0].output.split("waited ")[1].split()[0]) < 40
 
 
 def test_a_killed_rank_is_named(run):
     ends = run("if rank == 1:\n    os.kill(os.getpid(), 9)\nstep(compiled)\n")
-    assert ends[0].code == 1 and ends[0].seconds < 60
+    assert ends[0].code == 1 and ends[0].seconds < 240
     assert "rank 1 no longer answers: its process was killed" in ends[0].output
 
 
@@ -115,7 +115,7 @@ def test_slow_compilation_on_one_rank_does_not_trip_the_others_timeout(tmp_path)
         "b.compile_graph = late\n"
     )
     path.write_text(slow + HEAD + "print('loss', float(step(compiled)))\n")
-    for end in script(path, 2, timeout=120):
+    for end in script(path, 2, timeout=300):
         assert end.code == 0, end.output
         assert "loss" in end.output
 
@@ -126,7 +126,7 @@ def test_models_that_differ_between_ranks_are_refused_before_anything_moves(tmp_
         "import os, zcompile\nfrom torch import nn\n"
         "zcompile.shard(nn.Linear(8, 4 + int(os.environ['RANK'])), persistence_threshold=0)\n"
     )
-    for end in script(path, 2, timeout=60):
+    for end in script(path, 2, timeout=300):
         assert end.code == 1
         assert "rank 0: parameter weight (4, 8) torch.float32" in end.output
         assert "rank 1: parameter weight (5, 8) torch.float32" in end.output

@@ -227,7 +227,7 @@ def heard(rank, world):
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="another rank failed"):
             comm.wait(group, "k")
-        assert time.monotonic() - begin < 2
+        assert time.monotonic() - begin < 20
     dist.barrier()
     group.link.close()
 
@@ -310,7 +310,7 @@ from torch import nn
 rank = int(os.environ["RANK"])
 print("process", os.getpid(), flush=True)
 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-options = {"stage": 3, "engine": "eager", "persistence_threshold": 8}
+options = {"stage": 3, "engine": "eager", "persistence_threshold": 8, "calibrate": False}
 compiled = torch.compile(model, backend="zero", options=options)
 compiled(torch.ones(2, 64)).sum().backward()
 from zcompile import comm
@@ -330,10 +330,10 @@ finally:
 def test_killed_ranks_end_the_wait_and_leave_nothing(tmp_path, die):
     path = tmp_path / "train.py"
     path.write_text(KILLED.replace("DIE", str(die)))
-    for rank, end in enumerate(script(path, 3, timeout=90)):
+    for rank, end in enumerate(script(path, 3, timeout=300)):
         if rank in die:
             assert end.code == -9, end.output
         else:
-            assert float(end.output.split("waited ")[1].split()[0]) < 10, end.output
+            assert float(end.output.split("waited ")[1].split()[0]) < 60, end.output
         pid = end.output.split("process ")[1].split()[0]
         assert f"zcompile-{pid}-" not in Path("/proc/net/unix").read_text()

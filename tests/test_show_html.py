@@ -78,7 +78,7 @@ def load(browser, folder, name, said):
     path = folder / f"{name}.html"
     path.write_text(html.page(*SAMPLES[name]()), encoding="utf-8")
     page = browser.new_page()
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(120_000)
     page.on("console", lambda message: said.append(f"console: {message.text}"))
     page.on("pageerror", lambda error: said.append(f"error: {error}"))
     inside = ("file:", "data:", "blob:")
@@ -89,7 +89,7 @@ def load(browser, folder, name, said):
     return page
 
 
-def until(page, expression, *arguments, seconds=10.0):
+def until(page, expression, *arguments, seconds=60.0):
     """The page's own policy forbids what page.wait_for_function does."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression, *arguments):

@@ -348,8 +348,8 @@ def test_many_steps_are_all_compiled():
     [
         ({"accumulate": 0}, "accumulate = 0 must be a whole number, at least 1"),
         ({"accumulate": 1.5}, "accumulate = 1.5 must be a whole number"),
-        ({"clip": -1.0}, "clip = -1.0 must be above 0, or None"),
-        ({"clip": float("nan")}, "clip = nan must be above 0"),
+        ({"clip": -1.0}, "clip = -1.0 must be a number above 0, or None"),
+        ({"clip": float("nan")}, "clip = nan must be a number above 0"),
         ({"scaler": torch.amp.GradScaler("cpu")}, "scaler is a GradScaler: give a zcompile.Loss"),
         ({"options": {"stagee": 3}}, "did you mean 'stage'"),
     ],
