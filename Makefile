@@ -21,7 +21,7 @@ train: install  ## a 10M-parameter GPT on real text, 2 local ranks, stage 3
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
 test: install  ## the whole suite, WORKERS tests at a time
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -7,6 +7,14 @@ import torch.distributed as dist
 from harness import Ranks
 
 
+def pytest_collection_modifyitems(items):
+    """With several workers, one has all tests of several ranks: two worlds at a time would wait for
+    each other's processors."""
+    for item in items:
+        if "ranks" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Run a function on gloo ranks: see harness.Ranks."""
