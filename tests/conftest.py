@@ -7,6 +7,7 @@ import torch.distributed as dist
 from harness import Ranks
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items):
     """With several workers, one has all tests of several ranks: two worlds at a time would wait for
     each other's processors."""
