@@ -20,8 +20,9 @@ install: $(BIN)/torchrun
 train: install  ## a 10M-parameter GPT on real text, 2 local ranks, stage 3
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(ARGS)
 
-test: install  ## the whole suite, WORKERS tests at a time
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+test: install  ## the whole suite; tests of one process WORKERS at a time
+	$(BIN)/python -m pytest -m "not ranks" -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -m ranks
 
 check: install  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -7,13 +7,11 @@ import torch.distributed as dist
 from harness import Ranks
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
+@pytest.hookimpl(tryfirst=True)  # before -m looks
 def pytest_collection_modifyitems(items):
-    """With several workers, one has all tests of several ranks: two worlds at a time would wait for
-    each other's processors."""
     for item in items:
         if "ranks" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.ranks)
 
 
 @pytest.fixture(scope="session")

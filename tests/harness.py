@@ -1,8 +1,9 @@
 """One way to run a function on several gloo ranks, for every distributed test.
 
 Ranks live in worker processes that are reused from test to test (an import of torch costs
-seconds) and thrown away after any failure, and after CALLS calls: what compilers leave behind
-adds up. A call has a timeout that kills them, and an error shows every rank's traceback.
+seconds) and thrown away after any failure, and after CALLS calls: the memory of what compilers
+leave behind adds up. A call has a timeout that kills them, and an error shows every rank's
+traceback.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection, path: list[str])
         except EOFError:
             return
         torch._dynamo.reset()
-        # What is old is nothing that later searches among live objects look for.
+        # Searches among live objects pass over what earlier calls have left.
         gc.collect()
         gc.freeze()
         torch.manual_seed(0)

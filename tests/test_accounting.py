@@ -84,7 +84,7 @@ def at_rest(rank, world):
     for p in model.parameters():
         held += p.to_local().nbytes + p.grad.to_local().nbytes
         held += sum(optimizer.state[p][key].to_local().nbytes for key in ("exp_avg", "exp_avg_sq"))
-    # Everything of a parameter's size that is alive anywhere in the process.
+    # Everything of a parameter's size that this call made and that is still alive.
     alive = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in gc.get_objects()

@@ -180,7 +180,7 @@ CHANGES = {
 
 
 def trained(rank, world, stage, fused, **more):
-    """Losses, whole parameters and moments, with another change behind every step but the last."""
+    """Losses, whole parameters and moments, with a change of CHANGES behind every step."""
     torch._dynamo.reset()
     model = net()
     optimizer = optim.AdamW(model.parameters(), lr=0.05)
@@ -188,7 +188,7 @@ def trained(rank, world, stage, fused, **more):
         fuse(optimizer)
     opts = options(stage, param_dtype="bf16", **more)
     compiled = torch.compile(model, backend="zero", options=opts)
-    losses = {}
+    losses, before = {}, "nothing"
     for step, (name, change) in enumerate([*CHANGES.items(), ("the last", CHANGES["none"])]):
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step * world + rank))
         loss = compiled(x).float().square().mean()
@@ -197,7 +197,7 @@ def trained(rank, world, stage, fused, **more):
         with torch.no_grad():
             change(model, optimizer)
         optimizer.zero_grad()
-        losses[f"until {name}"] = loss.item()
+        losses[f"after {before}"], before = loss.item(), name
     held = [p._local_tensor in copies._copies for p in model.parameters()]
     found = [whole(p).detach() for p in model.parameters()]
     for p in model.parameters():

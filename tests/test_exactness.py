@@ -90,7 +90,7 @@ def test_interpreted(ranks, world):
 
 
 @pytest.mark.parametrize(
-    ("world", "stages"), [(1, (3,)), (2, (0, 1, 2, 3)), (3, (3,)), (4, (1, 3))]
+    ("world", "stages"), [(1, (3,)), (2, (0, 1, 2, 3)), (3, (2, 3)), (4, (1, 3))]
 )
 def test_compiled_by_inductor(ranks, world, stages):
     ranks(run, "inductor", stages, world=world, timeout=560)

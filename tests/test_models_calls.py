@@ -187,7 +187,7 @@ def generate(model, x, count, mode):
     return x
 
 
-def evaluate(rank, world, mode_name, first, stages=(3,)):
+def evaluate(rank, world, mode_name, first, stages):
     """Training steps with a greedy generation of growing length between them."""
     mode = getattr(torch, mode_name)
     for stage in stages:
@@ -221,12 +221,12 @@ def evaluate(rank, world, mode_name, first, stages=(3,)):
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_generation_between_training_steps(ranks, mode):
-    ranks(evaluate, mode, False, (1, 2, 3) if mode == "no_grad" else (3,))
+    ranks(evaluate, mode, False, (3,) if mode == "no_grad" else (1, 2, 3))
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_first_call_is_an_evaluation(ranks, mode):
-    ranks(evaluate, mode, True)
+    ranks(evaluate, mode, True, (1, 2, 3) if mode == "no_grad" else (3,))
 
 
 def lengths(rank, world):

@@ -265,8 +265,9 @@ def kinds(lr=0.01):
         cases[f"AdamW {name}"] = (o.AdamW, way, 1e-4)
         cases[f"Adam {name}"] = (o.Adam, {"amsgrad": True, "weight_decay": 0.1, **way}, 1e-4)
         cases[f"Adagrad {name}"] = (o.Adagrad, way, 1e-4)
-        if way.get("foreach"):
-            for kind in ("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD"):
+        if "foreach" in way:
+            others = ["RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta"]
+            for kind in others + ["ASGD"] * way["foreach"]:
                 cases[f"{kind} {name}"] = (getattr(o, kind), way, 1e-4)
     cases["RMSprop centered"] = (o.RMSprop, {"momentum": 0.9, "centered": True}, 1e-4)
     cases["Muon"] = (o.Muon, {}, 1e-3)

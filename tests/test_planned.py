@@ -91,9 +91,9 @@ def test_a_budget_is_spent_on_kept_parameters(ranks, tmp_path, world):
         # Averages are rounded down, one a parameter and gather.
         assert 0 <= sum(sent) - world * plan.sent("all-gather") <= world * 24
         gathered.append(sum(sent))
-    once = 4 * (WIDTH + 1) * WIDTH * 4 * (world - 1)
+    least = 4 * (WIDTH + 1) * WIDTH * 4 * (world - 1)
     # Memory between both ends may pay more for something else.
-    assert gathered[0] >= gathered[1] >= gathered[2] == once < gathered[0]
+    assert gathered[0] >= gathered[1] >= gathered[2] == least < gathered[0]
 
 
 def refused(rank, world):
@@ -134,10 +134,11 @@ def issue_later(text):
 
 @pytest.fixture(scope="module")
 def made(ranks, tmp_path_factory):
-    """The file of a plan that was made for `model`."""
+    """The file of a plan that was made for `model`; its graphs are the same to every engine."""
     folder = tmp_path_factory.mktemp("made")
     ranks(once, planned(dump=str(folder)))
-    return next(folder.glob("rank0/*/plan.json"))
+    (file,) = folder.glob("rank0/*/plan.json")
+    return file
 
 
 @pytest.mark.parametrize("engine", ["eager", "inductor"])

@@ -326,6 +326,7 @@ finally:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("die", [[1], [0, 1, 2]])
 def test_killed_ranks_end_the_wait_and_leave_nothing(tmp_path, die):
     path = tmp_path / "train.py"

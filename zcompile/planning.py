@@ -37,7 +37,8 @@ Graphs = Sequence[tuple[str, fx.GraphModule]]  # (direction, graph), in order of
 SLACK = 0.02
 ALLOWANCE = 0.1
 THRIFT = 0.01
-# A search is to pay within so many steps: a toy's step is not worth a second of planning.
+# Each search, of which a step has up to four, may take what so many steps lose to communication: a
+# toy's step is not worth a second of planning.
 PAYS_WITHIN = 100
 
 STEP = ("forward", "backward")

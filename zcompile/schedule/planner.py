@@ -15,7 +15,6 @@ the same step, costs and limit give the same schedule.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,11 +41,12 @@ LARGE = 200
 ROOM_EFFORT = 500  # memory curves
 # Local search is for small steps: there the last percents are worth their price. Evaluations: up to
 # SEARCH_WORK / collectives of the schedule, and SEARCH_SQUARE / (collectives of the step)^2 or
-# FEWEST. A dozen collectives are searched until nothing moves, more of them for half a second.
+# FEWEST. A dozen collectives are searched until nothing moves, more of them for half a second; a
+# caller may ask for less (`steps`).
 SEARCH_WORK = 400_000
 SEARCH_SQUARE = 8_000_000
 FEWEST = 3_000
-EVALUATION = 1e-4  # seconds of one, on a slow core
+EVALUATION = 1e-4  # seconds of one evaluation of a dozen collectives, on a slow core
 
 
 def plan(
@@ -56,12 +56,12 @@ def plan(
     keep: frozenset[str] = frozenset(),
     may_keep: Iterable[str] = (),
     thrift: float = EQUAL,
-    steps: float = math.inf,
+    steps: float | None = None,
 ) -> Found:
     """The best schedule found. limit: bytes of the peak, None for no limit; keep: parameters that
     must stay gathered from forward to backward; may_keep: those that may; thrift: a gain in time of
-    less than this share of it is not worth any memory; steps: local search ends when it has taken
-    about as long as the communication of so many steps, all that it could ever save in them.
+    less than this share of it is not worth any memory; steps: local search may take as long as
+    so many steps take beyond their compute, which is the most time that it could save in them.
 
     Raises:
         BudgetError: the leanest schedule does not fit; with the shortfall, the largest contributors
@@ -82,10 +82,11 @@ def plan(
     count = len(best.schedule.buckets) + 8
     if count <= LARGE:
         square = (len(sim.step.gathers) + len(sim.step.reductions) + 8) ** 2
-        most = max(SEARCH_SQUARE // square, FEWEST)
-        saved = steps * (best.replay.seconds - sim.compute_seconds)
-        effort = Effort(int(min(SEARCH_WORK // count, most, saved / EVALUATION)))
-        best = Improver(sim, frozenset(candidates), roof, effort).improve(best)
+        most = min(SEARCH_WORK // count, max(SEARCH_SQUARE // square, FEWEST))
+        if steps is not None:  # by rounding, a step that communicates nothing may end below compute
+            beyond = max(best.replay.seconds - sim.compute_seconds, 0.0)
+            most = int(min(most, steps * beyond / EVALUATION))
+        best = Improver(sim, frozenset(candidates), roof, Effort(most)).improve(best)
     near = [f for f in search.tried if f.replay.seconds <= best.replay.seconds * (1 + thrift)]
     # Of two with one peak, the one that holds less beside it: allocators keep what was used.
     held = lambda f: int(sim.memory(f.schedule).sum())

@@ -347,7 +347,7 @@ class Simulator:
                     now += work / alone
                 else:
                     now = free + (work - busy * alone)
-                done = until
+            done = until
             issue, wire, finish = prices[index]
             waits = place & 1
             if waits and ends[index] > now:
