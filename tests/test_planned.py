@@ -132,17 +132,21 @@ def issue_later(text):
     return json.dumps(raw)
 
 
-@pytest.fixture(scope="module")
-def made(ranks, tmp_path_factory):
-    """The file of a plan that was made for `model`; its graphs are the same to every engine."""
-    folder = tmp_path_factory.mktemp("made")
-    ranks(once, planned(dump=str(folder)))
+def file_of(ranks, folder, **more):
+    """Of the plan that is made for `model`."""
+    ranks(once, planned(dump=str(folder), **more), timeout=300)
     (file,) = folder.glob("rank0/*/plan.json")
     return file
 
 
+@pytest.fixture(scope="module")
+def made(ranks, tmp_path_factory):
+    return file_of(ranks, tmp_path_factory.mktemp("made"))
+
+
 @pytest.mark.parametrize("engine", ["eager", "inductor"])
-def test_an_edited_plan_is_followed(ranks, tmp_path, made, engine):
+def test_an_edited_plan_is_followed(ranks, tmp_path, engine):
+    made = file_of(ranks, tmp_path / "a", engine=engine)
     edited = tmp_path / "edited.json"
     edited.write_text(issue_later(made.read_text()))
     opts = planned(plan=str(edited), dump=str(tmp_path / "b"), engine=engine)
