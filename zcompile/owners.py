@@ -24,9 +24,10 @@ def outermost_owners(params: Sequence[Tensor]) -> list[nn.Module]:
     if not params:
         return []
     wanted = {id(p) for p in params}
-    modules = live(nn.Module)
     modules = [
-        m for m in modules if "_modules" in m.__dict__ and not isinstance(m, OptimizedModule)
+        m
+        for m in live(nn.Module)
+        if "_modules" in m.__dict__ and not isinstance(m, OptimizedModule)
     ]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:

@@ -331,36 +331,21 @@ class Simulator:
             acts.append(((b.graph * length + b.wait) * 2 + 1) * count + index)
         acts.sort()
         clock, share = self._clock, self.costs.link.share
-        alone = 1.0 - share  # of the compute lane, while the link is busy
         ends = [0.0] * count
         now = free = done = 0.0
-        # `_work` stands here in full, twice: its calls would take as long as all the rest.
         for act in acts:
             place, index = divmod(act, count)
             until = clock[(place >> 1) % length]
+            # Beside an idle link work takes its own time: most calls of `_work` are not needed.
             work = until - done
-            if work > 0.0:
-                busy = free - now
-                if share <= 0.0 or busy <= 0.0:
-                    now += work
-                elif work < busy * alone:
-                    now += work / alone
-                else:
-                    now = free + (work - busy * alone)
+            now = now + work if free <= now else _work(now, work, free, share)
             done = until
             issue, wire, finish = prices[index]
             waits = place & 1
             if waits and ends[index] > now:
                 now = ends[index]
             work = finish if waits else issue
-            if work > 0.0:
-                busy = free - now
-                if share <= 0.0 or busy <= 0.0:
-                    now += work
-                elif work < busy * alone:
-                    now += work / alone
-                else:
-                    now = free + (work - busy * alone)
+            now = now + work if free <= now else _work(now, work, free, share)
             if not waits:
                 ends[index] = free = (now if now > free else free) + wire
         return _work(now, clock[-1] - done, free, share)
