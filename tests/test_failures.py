@@ -64,7 +64,7 @@ def test_a_rank_that_raises_is_named_with_its_error_on_the_others(run):
         "if rank == 1:\n    raise ValueError('the loader of rank one is empty')\nstep(compiled)\n"
     )
     assert "ValueError: the loader of rank one is empty" in ends[1].output
-    assert ends[0].code == 1
+    assert ends[0].code == 1 and ends[0].seconds < 60
     assert "rank 1 failed: ValueError: the loader of rank one is empty" in ends[0].output
 
 
@@ -77,7 +77,7 @@ def test_a_rank_that_raises_but_lives_on_is_still_heard(run):
         "        raise ValueError('caught late')\n"
         "    except ValueError as error:\n"
         "        sys.excepthook(type(error), error, None)\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(20)\n"
         "    sys.exit(3)\n"
         "begin = time.monotonic()\n"
         "try:\n"
@@ -86,12 +86,12 @@ def test_a_rank_that_raises_but_lives_on_is_still_heard(run):
         "    print('waited', time.monotonic() - begin)\n"
     )
     assert "rank 1 failed: ValueError: caught late" in ends[0].output
-    assert float(ends[0].output.split("waited ")[1].split()[0]) < 40
+    assert float(ends[0].output.split("waited ")[1].split()[0]) < 10
 
 
 def test_a_killed_rank_is_named(run):
     ends = run("if rank == 1:\n    os.kill(os.getpid(), 9)\nstep(compiled)\n")
-    assert ends[0].code == 1
+    assert ends[0].code == 1 and ends[0].seconds < 60
     assert "rank 1 no longer answers: its process was killed" in ends[0].output
 
 

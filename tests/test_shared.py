@@ -227,7 +227,7 @@ def heard(rank, world):
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match="another rank failed"):
             comm.wait(group, "k")
-        assert time.monotonic() - begin < 20
+        assert time.monotonic() - begin < 2
     dist.barrier()
     group.link.close()
 
@@ -335,6 +335,6 @@ def test_killed_ranks_end_the_wait_and_leave_nothing(tmp_path, die):
         if rank in die:
             assert end.code == -9, end.output
         else:
-            assert float(end.output.split("waited ")[1].split()[0]) < 60, end.output
+            assert float(end.output.split("waited ")[1].split()[0]) < 10, end.output
         pid = end.output.split("process ")[1].split()[0]
         assert f"zcompile-{pid}-" not in Path("/proc/net/unix").read_text()

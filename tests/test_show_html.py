@@ -89,7 +89,7 @@ def load(browser, folder, name, said):
     return page
 
 
-def until(page, expression, *arguments, seconds=60.0):
+def until(page, expression, *arguments, seconds=10.0):
     """The page's own policy forbids what page.wait_for_function does."""
     end = time.monotonic() + seconds
     while not page.evaluate(expression, *arguments):
